@@ -1,0 +1,171 @@
+"""The env contract: a `gymnasium.Env` over text, sync or async, made from one string."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+from gymnasium import spaces
+
+from agentrl.rubric import Rubric
+from agentrl.tool import Tool
+from agentrl.types import Message, Task
+
+Observation = str | Message | Sequence[Message]
+"""What an env says: a string is a user message."""
+
+
+class EnvNotFound(ValueError):
+    """A name that leads to no env, with what to write instead."""
+
+
+class AnyText(spaces.Space[str]):
+    """Any string (gymnasium's own `Text` refuses ordinary sentences)."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=str)
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        return f"text {self.np_random.integers(10**6)}"
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str)
+
+    def __repr__(self) -> str:
+        return "AnyText()"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AnyText)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Conversation(spaces.Space[Any]):
+    """A string, a message, or a sequence of messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def sample(self, mask: Any = None, probability: Any = None) -> Message:
+        return Message(role="user", content=f"text {self.np_random.integers(10**6)}")
+
+    def contains(self, x: Any) -> bool:
+        if isinstance(x, str | Message):
+            return True
+        return isinstance(x, Sequence) and all(isinstance(message, Message) for message in x)
+
+    def __repr__(self) -> str:
+        return "Conversation()"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Conversation)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class TextEnv(gymnasium.Env[Any, str]):
+    """A base for envs over text; `reset` and `step` may be async.
+
+    Example:
+        class Guess(TextEnv):
+            def reset(self, *, seed=None, options=None):
+                super().reset(seed=seed)
+                self.secret = str(self.np_random.integers(10))
+                return "Guess my digit.", {}
+
+            def step(self, action):
+                return "", float(self.secret in action), True, False, {}
+    """
+
+    observation_space: spaces.Space[Any] = Conversation()
+    action_space: spaces.Space[str] = AnyText()
+    tools: Sequence[Tool] = ()
+    rubric: Rubric | None = None
+
+    def tasks(self, split: str) -> Sequence[Task] | None:
+        """The rows of `split` ("train" or "test"); None: every seed is a task of its own."""
+        return None
+
+
+def to_messages(observation: Observation) -> list[Message]:
+    """An observation as messages; an empty string is no message."""
+    if isinstance(observation, Message):
+        return [observation]
+    if isinstance(observation, str):
+        return [Message(role="user", content=observation)] if observation else []
+    return list(observation)
+
+
+def make_env(name: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
+    """An env from its gymnasium id, from `package.module:Class`, or from `path/to/file.py:Class`.
+
+    Raises:
+        EnvNotFound: no such env; the message says which names are close.
+    """
+    module_name, _, class_name = name.rpartition(":")
+    if module_name.endswith(".py"):
+        return _attribute(_load_file(Path(module_name)), class_name, name)(**kwargs)
+    if module_name and "/" not in name:
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise EnvNotFound(f"env {name!r}: there is no module {error.name!r}") from error
+        return _attribute(module, class_name, name)(**kwargs)
+    try:
+        # The checker would take an async step's coroutine for a malformed result; `check_env` is for authors.
+        return gymnasium.make(name, disable_env_checker=True, **kwargs)
+    except gymnasium.error.UnregisteredEnv as error:
+        known = ", ".join(sorted(id for id in gymnasium.registry if id.startswith("agentrl/")))
+        raise EnvNotFound(
+            f"env {name!r} is not registered with gymnasium ({error}). Registered here: {known or 'none'}. An env of your "
+            "own is named by package.module:Class or by path/to/file.py:Class."
+        ) from error
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise EnvNotFound(f"there is no file {path} to take an env from")
+    module_name = f"agentrl_env_{path.stem}_{abs(hash(path.resolve()))}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[module_name]
+
+
+def _attribute(module: Any, class_name: str, name: str) -> Any:
+    if not hasattr(module, class_name):
+        raise EnvNotFound(f"env {name!r}: {module.__file__} has no {class_name!r}")
+    return getattr(module, class_name)
+
+
+class Blocking(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An async env seen through plain, synchronous `reset` and `step`: for gymnasium's tools and for notebooks."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return _wait(self.env.reset(seed=seed, options=options))
+
+    def step(self, action: Any) -> Any:
+        return _wait(self.env.step(action))
+
+    def close(self) -> None:
+        _wait(self.env.close())
+
+
+def _wait(result: Any) -> Any:
+    if not inspect.isawaitable(result):
+        return result
+
+    async def finish() -> Any:
+        return await result
+
+    return asyncio.run(finish())

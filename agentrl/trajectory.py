@@ -1,0 +1,171 @@
+"""The tape: an append-only record of one episode's tokens, of which the policy sampled some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.types import Completion, FinishReason, Message, StopReason, Task
+
+
+class AlignmentError(ValueError):
+    """Tokens, logprobs or versions that do not belong together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """The tokens `[start, end)` of the tape that one request sampled."""
+
+    start: int
+    end: int
+    finish_reason: FinishReason
+
+
+class Trajectory:
+    """One episode.
+
+    `token_ids`, `loss_mask`, `logprobs` and `versions` are columns of one length T, and index t speaks of token t.
+    They are written through two doors only: `observe` masks, `act` trains. Where a chat template rewrites history, the
+    next request is no extension of this one; `observe(..., new_segment=True)` then starts a segment, and the columns
+    hold the segments one after another.
+
+    Example:
+        tape = Trajectory(id="g0-0")
+        tape.observe([1, 2, 3])                        # the prompt
+        tape.act(Completion(token_ids=[7, 2], ...))    # a sampled turn
+        tape.observe([9, 4, 5])                        # glue, tool result, next header
+        tape.loss_mask  ->  [F, F, F, T, T, F, F, F]
+    """
+
+    __slots__ = (
+        "error",
+        "id",
+        "logprobs",
+        "loss_mask",
+        "messages",
+        "metrics",
+        "reward",
+        "rewards",
+        "segment_starts",
+        "stop_reason",
+        "timings",
+        "token_ids",
+        "turns",
+        "versions",
+    )
+
+    def __init__(self, id: str = "") -> None:
+        self.id = id
+        self.token_ids: list[int] = []  # [T]
+        self.loss_mask: list[bool] = []  # [T] True: the engine sampled this token
+        self.logprobs: list[float] = []  # [T] of the sampled token; 0.0 where the mask is False
+        self.versions: list[int] = []  # [T] of the weights that sampled it; -1 where the mask is False
+        self.segment_starts: list[int] = [0]
+        self.turns: list[Turn] = []
+        self.messages: list[Message] = []
+        self.reward: float | None = None  # None: not scored, and so not trained on
+        self.rewards: dict[str, float] = {}
+        self.stop_reason: StopReason | None = None
+        self.error: str = ""  # the cause, where `stop_reason` is a fault
+        self.metrics: dict[str, float] = {}
+        self.timings: dict[str, float] = {}  # seconds
+
+    def observe(self, token_ids: Sequence[int], *, new_segment: bool = False) -> None:
+        """Append tokens that the policy did not sample."""
+        if new_segment and self.token_ids:
+            self.segment_starts.append(len(self.token_ids))
+        self._append(token_ids, False, [0.0] * len(token_ids), -1)
+
+    def act(self, completion: Completion) -> None:
+        """Append tokens that the policy sampled in one request.
+
+        Raises:
+            AlignmentError: there are not as many logprobs as tokens, one is no log probability, or nothing was
+                observed before.
+        """
+        ids, logprobs = completion.token_ids, completion.logprobs
+        if len(ids) != len(logprobs):
+            raise AlignmentError(f"{len(ids)} sampled tokens came with {len(logprobs)} logprobs")
+        if not self.token_ids:
+            raise AlignmentError("the first token of an episode must be observed, not sampled")
+        for index, logprob in enumerate(logprobs):
+            if not (math.isfinite(logprob) and logprob <= 1e-4):
+                raise AlignmentError(f"token {index} ({ids[index]}) came with logprob {logprob}")
+        start = len(self.token_ids)
+        self._append(ids, True, logprobs, completion.versions[0])
+        self.turns.append(Turn(start=start, end=len(self), finish_reason=completion.finish_reason))
+
+    def _append(self, ids: Sequence[int], sampled: bool, logprobs: Sequence[float], version: int) -> None:
+        self.token_ids.extend(ids)
+        self.loss_mask.extend([sampled] * len(ids))
+        self.logprobs.extend(logprobs)
+        self.versions.extend([version] * len(ids))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def context(self) -> list[int]:
+        """What the next request sends: the tokens of the newest segment, verbatim."""
+        return self.token_ids[self.segment_starts[-1] :]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(turn.end - turn.start for turn in self.turns)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled a token of this episode; -1 if none was sampled."""
+        return min((self.versions[turn.start] for turn in self.turns if turn.end > turn.start), default=-1)
+
+    def segments(self) -> list[slice]:
+        """The parts that are each one sequence for the learner, trailing unsampled tokens cut off."""
+        bounds = [*self.segment_starts, len(self)]
+        ends = [turn.end for turn in self.turns if turn.end > turn.start]
+        slices = []
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            last = max((end for end in ends if start < end <= stop), default=start)
+            if last > start:
+                slices.append(slice(start, last))
+        return slices
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready record of everything."""
+        return {
+            "id": self.id,
+            "reward": self.reward,
+            "rewards": self.rewards,
+            "stop_reason": self.stop_reason,
+            "error": self.error,
+            "messages": [message.to_dict() for message in self.messages],
+            "metrics": self.metrics,
+            "timings": self.timings,
+            "turns": [[turn.start, turn.end, turn.finish_reason] for turn in self.turns],
+            "segment_starts": self.segment_starts,
+            "token_ids": self.token_ids,
+            "loss_mask": [int(sampled) for sampled in self.loss_mask],
+            "logprobs": self.logprobs,
+            "versions": self.versions,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryGroup:
+    """G episodes of one task and one env seed, which differ in their sampling seeds alone."""
+
+    id: str
+    task: Task
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """[G], None where an episode was not scored."""
+        return [trajectory.reward for trajectory in self.trajectories]
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the scored rewards differ, so that an advantage can be other than zero."""
+        scored = [reward for reward in self.rewards if reward is not None]
+        return len(scored) > 1 and max(scored) - min(scored) > 1e-9
