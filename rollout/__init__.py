@@ -1,0 +1,1 @@
+"""Rollouts: episodes of a policy in an environment, in flight together, handed out as groups."""

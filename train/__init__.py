@@ -1,0 +1,1 @@
+"""The learner: groups of trajectories in, new weights out."""
