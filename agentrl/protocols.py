@@ -54,6 +54,10 @@ class Rollouts(Protocol):
         """Wait for groups that are complete, scored and not staler than allowed."""
         ...
 
+    def evaluate(self) -> list[TrajectoryGroup]:
+        """Play the held-out tasks with the present weights; faults stay in the groups, unscored."""
+        ...
+
     def update_weights(self, weights: Weights, version: int) -> None:
         """Hand new weights to the engine, in between requests."""
         ...
