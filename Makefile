@@ -1,0 +1,47 @@
+# Python 3.11 and make are all that must be there before.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+CONFIG ?= configs/calculator_smollm2_cpu.yaml
+ARGS ?=
+LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 \
+	--num_cpu_threads_per_process $(shell nproc) --mixed_precision no --dynamo_backend no
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench
+
+help: ## show this help
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo.stamp ## train a small model to use a calculator, on this CPU (about 15 minutes)
+	$(LAUNCH) train.py --config $(CONFIG) $(ARGS)
+
+test: $(VENV)/dev.stamp ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/dev.stamp ## check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+bench: $(VENV)/dev.stamp ## run every benchmark, one after the other
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+# torch comes first and alone, from the index that has its builds without CUDA.
+$(VENV)/torch.stamp: constraints-cpu.txt
+	@echo "Installing PyTorch for CPU into $(VENV) …"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --retries 1 -c constraints-cpu.txt --extra-index-url $(TORCH_INDEX) torch
+	@touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+	@echo "Installing agentrl and what it needs into $(VENV) …"
+	@$(PIP) install -c constraints-cpu.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
+	@echo "Installing agentrl, its tests and checks into $(VENV) …"
+	@$(PIP) install -c constraints-cpu.txt -e '.[demo,dev]'
+	@touch $@ $(VENV)/demo.stamp
