@@ -83,7 +83,6 @@ class MetricLog:
         _cut_partial_line(self.path)
         records = _read(self.path)
         self.segment: int = records[-1]["segment"] + 1 if records else 0
-        self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of optimizer step `step`; they are in the file when this returns.
@@ -95,11 +94,8 @@ class MetricLog:
             if not math.isfinite(value):
                 raise MetricsError(f"metric {name!r} of step {step} is {value}, not finite")
         record = {"step": step, "segment": self.segment, "time": round(time.time(), 3), **metrics}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
 def load_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -136,10 +132,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
             break  # still being written, or cut by a crash
         try:
             record = json.loads(line)
-            record["step"], record["segment"]
+            records.append(record | {"step": record["step"], "segment": record["segment"]})
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise MetricsError(f"{path}, line {number}: not a metrics record ({error})") from error
-        records.append(record)
     return records
 
 

@@ -56,7 +56,6 @@ def test_steps_logged_again_after_a_resume_count_once_and_carry_the_new_segment(
     first = MetricLog(path)
     for step in range(495, 511):
         first.write(step, {"loss": 1.0})
-    first.close()
     second = MetricLog(path)
     for step in range(501, 504):
         second.write(step, {"loss": 2.0})

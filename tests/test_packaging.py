@@ -1,3 +1,4 @@
+import ast
 import importlib.metadata
 import subprocess
 import sys
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import agentrl
 
@@ -51,27 +53,22 @@ def test_the_tested_versions_meet_the_floors():
 
 
 def test_every_third_party_import_is_a_declared_dependency():
-    declared = {Requirement(text).name.lower() for text in PROJECT["dependencies"]}
-    declared |= {
-        Requirement(text).name.lower()
-        for extra in PROJECT["optional-dependencies"].values()
-        for text in extra
-    }
+    extras = PROJECT["optional-dependencies"].values()
+    required = [*PROJECT["dependencies"], *(text for extra in extras for text in extra)]
+    declared = {canonicalize_name(Requirement(text).name) for text in required}
     distributions = importlib.metadata.packages_distributions()
     ours = {"agentrl", "tools", "envs", "rollout", "train"}
     undeclared = {}
     for room in ours:
         for path in (ROOT / room).rglob("*.py"):
             for name in imported_names(path) - ours - set(sys.stdlib_module_names):
-                owners = {owner.lower() for owner in distributions.get(name, [name])}
+                owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
                 if not owners & declared:
                     undeclared.setdefault(name, str(path.relative_to(ROOT)))
     assert not undeclared
 
 
 def imported_names(path: Path) -> set[str]:
-    import ast
-
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
