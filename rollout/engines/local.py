@@ -1,0 +1,564 @@
+"""The embedded engine: continuous batching of a transformers model in this process, on a thread of its own.
+
+Each step feeds one flat row of tokens through the model: the last sampled token of every decoding request, and the
+tokens of prompts and observations that are not cached yet, up to a budget. Keys and values live in slots, one per
+episode, allocated once. A slot outlives the turn, so an episode's next request feeds only what the env added; and it
+is matched by its tokens, so a group's prompt, or the demonstrations that all prompts begin with, are computed once and
+copied. Weights of the learner's own dtype are the learner's own.
+
+What it does not do: beam search, penalties, several devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from agentrl.protocols import EngineError, Weights
+from agentrl.types import Completion, FinishReason, Sampling
+
+log = logging.getLogger("agentrl")
+
+PREFILL_TOKENS_PER_STEP = 2048
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    token_ids: list[int]  # the context, and behind it what was sampled
+    sampling: Sampling
+    session: str
+    future: asyncio.Future[Completion]
+    num_prompt: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    slot: int = -1
+    cancelled: bool = False
+
+
+class LocalEngine:
+    """Implements `agentrl.protocols.Engine` over one model.
+
+    Args:
+        model: a causal LM loaded with `attn_implementation=register_attention()`.
+        num_slots: episodes whose keys and values are kept at once; as many requests run at once.
+        max_context_tokens: per slot, sampled tokens included.
+        dtype: of the weights and the cache. Other than the model's, or with `share_weights=False`, the engine keeps a
+            copy of its own, which `update_weights` writes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_slots: int,
+        max_context_tokens: int,
+        dtype: torch.dtype | None = None,
+        share_weights: bool = True,
+    ) -> None:
+        reference = next(model.parameters())
+        dtype = dtype or reference.dtype
+        self.shares_weights = share_weights and dtype == reference.dtype
+        if not self.shares_weights:
+            model = copy.deepcopy(model).requires_grad_(False).to(dtype)
+        self.version = 0
+        self._model = model
+        self._kv = _KVSlots(model.config, num_slots, max_context_tokens, dtype, reference.device)
+        self._busy: dict[int, _Request] = {}  # slot -> the request that runs in it
+        self._sessions: dict[str, int] = {}  # session -> its slot, the longest unused first
+        self._waiting: deque[_Request] = deque()
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._counts = dict.fromkeys(_COUNTS, 0.0)
+        self._thread = threading.Thread(target=self._run, name="local-engine", daemon=True)
+        self._thread.start()
+
+    # The side of the event loop.
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, session: str
+    ) -> Completion:
+        room = self._kv.max_length - len(token_ids)
+        if sampling.max_new_tokens < 1 or sampling.max_new_tokens > room:
+            raise EngineError(
+                f"{len(token_ids)} tokens of context and {sampling.max_new_tokens} new ones do not fit the "
+                f"engine's {self._kv.max_length}"
+            )
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        request = _Request(list(token_ids), sampling, session, future, num_prompt=len(token_ids))
+        with self._wake:
+            self._refuse_if_down()
+            self._waiting.append(request)
+            self._wake.notify()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            request.cancelled = True
+            raise
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return await self._on_thread(lambda: self._score(token_ids))
+
+    async def release(self, session: str) -> None:
+        # The slot's content stays, to be matched, until somebody needs the slot.
+        self._post(lambda: self._sessions.pop(session, None))
+
+    async def update_weights(self, weights: Weights, version: int) -> None:
+        await self._on_thread(lambda: self._update_weights(weights, version))
+
+    async def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Tokens prefilled, reused from a slot and sampled, evicted sessions, and busy seconds, since the last call."""
+        counts, self._counts = self._counts, dict.fromkeys(_COUNTS, 0.0)
+        return counts
+
+    async def _on_thread(self, command: Callable[[], Any]) -> Any:
+        self._refuse_if_down()
+        return await asyncio.wrap_future(self._post(command))
+
+    def _post(self, command: Callable[[], Any]) -> Future[Any]:
+        """Run `command` on the engine's thread, between two steps."""
+        done: Future[Any] = Future()
+        with self._wake:
+            self._commands.append((command, done))
+            self._wake.notify()
+        return done
+
+    def _refuse_if_down(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the engine died of {self._failure!r}") from self._failure
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._await_work():
+                    started = time.perf_counter()
+                    self._step()
+                    self._counts["engine/busy_s"] += time.perf_counter() - started
+        except BaseException as failure:
+            log.exception("the local engine died")
+            with self._wake:
+                self._failure = failure
+        self._fail_everything()
+
+    def _await_work(self) -> bool:
+        while True:
+            with self._wake:
+                while not (self._commands or self._waiting or self._busy or self._closed):
+                    self._wake.wait()
+                commands = list(self._commands)
+                self._commands.clear()
+            for command, done in commands:
+                try:
+                    done.set_result(command())
+                except Exception as error:  # it belongs to whoever asked
+                    done.set_exception(error)
+            if self._closed:
+                return False
+            if self._waiting or self._busy:
+                return True
+
+    def _step(self) -> None:
+        """Admit what fits, run the model once, sample, and answer what is finished."""
+        self._drop_cancelled()
+        self._admit()
+        budget = PREFILL_TOKENS_PER_STEP
+        chunks: list[tuple[int, int, int]] = []  # (slot, first position, number of tokens)
+        ids: list[int] = []
+        ready: list[_Request] = []  # all of their tokens are in this step, so the next one can be drawn
+        rows: list[int] = []  # where in the flat row their last tokens stand
+        for slot in sorted(self._busy):
+            request = self._busy[slot]
+            start = int(self._kv.lengths[slot])
+            pending = len(request.token_ids) - start
+            count = 1 if pending == 1 else min(pending, budget)
+            if count == 0:
+                continue
+            if count > 1:
+                budget -= count
+            chunks.append((slot, start, count))
+            ids += request.token_ids[start : start + count]
+            if count == pending:
+                ready.append(request)
+                rows.append(len(ids) - 1)
+        if not chunks:
+            return
+        hidden = self._forward(ids, chunks)
+        for slot, start, count in chunks:
+            self._kv.append(slot, self._busy[slot].token_ids[start : start + count])
+        if not ready:
+            return
+        logits = self._model.get_output_embeddings()(hidden[rows]).float()
+        tokens, logprobs = sample(
+            logits,
+            [request.sampling for request in ready],
+            [len(request.logprobs) for request in ready],
+        )
+        answers: list[tuple[_Request, Completion]] = []
+        for request, token, logprob in zip(ready, tokens, logprobs, strict=True):
+            request.token_ids.append(token)
+            request.logprobs.append(logprob)
+            reason: FinishReason | None = None
+            if token in request.sampling.stop_token_ids:
+                reason = "stop"
+            elif len(request.logprobs) == request.sampling.max_new_tokens:
+                reason = "length"
+            if reason:
+                self._vacate(request)
+                answers.append((request, self._completion(request, reason)))
+        self._counts["engine/sampled_tokens"] += len(ready)
+        self._answer(answers)
+
+    def _drop_cancelled(self) -> None:
+        with self._wake:
+            self._waiting = deque(request for request in self._waiting if not request.cancelled)
+        for request in [r for r in self._busy.values() if r.cancelled]:
+            self._vacate(request)
+
+    def _admit(self) -> None:
+        """Give slots to waiting requests, as long as one step's prefill budget lasts."""
+        budget = PREFILL_TOKENS_PER_STEP
+        # A request whose prompt another one is computing in this very step waits a step, and then copies it.
+        computing: list[list[int]] = []
+        postponed: list[_Request] = []
+        while budget > 0:
+            with self._wake:
+                if not self._waiting:
+                    break
+                request = self._waiting.popleft()
+            own = self._sessions.get(request.session)
+            if own is not None and own in self._busy:
+                error = EngineError(f"session {request.session!r} has a request running already")
+                self._fail([request], error)
+                continue
+            length, source = self._kv.match(request.token_ids, prefer=own)
+            being_computed = max((_common_prefix(request.token_ids, ids) for ids in computing), default=0)
+            if being_computed > length + 1:
+                postponed.append(request)
+                continue
+            slot = self._free_slot() if own is None else own
+            if slot is None:
+                postponed.append(request)
+                break
+            self._kv.copy_prefix(source, slot, length)
+            request.slot = slot
+            self._busy[slot] = request
+            self._sessions.pop(request.session, None)  # to stand last: the longest unused first
+            self._sessions[request.session] = slot
+            pending = len(request.token_ids) - length
+            if pending > 1:
+                computing.append(request.token_ids)
+            budget -= pending
+            self._counts["engine/cached_tokens"] += length
+            self._counts["engine/prefilled_tokens"] += pending
+        with self._wake:
+            self._waiting.extendleft(reversed(postponed))
+
+    def _free_slot(self) -> int | None:
+        """A slot that no session holds, an empty one if there is; else that of the session longest idle."""
+        held = self._busy.keys() | set(self._sessions.values())
+        free = [slot for slot in range(self._kv.num_slots) if slot not in held]
+        if free:
+            # The lowest: decoding rows then stand close together.
+            return min(free, key=lambda slot: (self._kv.lengths[slot] > 0, slot))
+        for session, slot in self._sessions.items():
+            if slot not in self._busy:
+                del self._sessions[session]
+                self._counts["engine/evicted_sessions"] += 1
+                return slot
+        return None
+
+    def _vacate(self, request: _Request) -> None:
+        del self._busy[request.slot]
+
+    def _completion(self, request: _Request, reason: FinishReason) -> Completion:
+        return Completion(
+            token_ids=request.token_ids[request.num_prompt :],
+            logprobs=request.logprobs,
+            finish_reason=reason,
+            versions=(self.version, self.version),
+        )
+
+    def _answer(self, answers: list[tuple[_Request, Completion]]) -> None:
+        if not answers:
+            return
+
+        def deliver() -> None:
+            for request, completion in answers:
+                if not request.future.done():
+                    request.future.set_result(completion)
+
+        answers[0][0].future.get_loop().call_soon_threadsafe(deliver)
+
+    def _fail(self, requests: list[_Request], error: Exception) -> None:
+        def deliver(request: _Request) -> None:
+            if not request.future.done():
+                request.future.set_exception(error)
+
+        for request in requests:
+            request.future.get_loop().call_soon_threadsafe(deliver, request)
+
+    def _fail_everything(self) -> None:
+        with self._wake:
+            requests = [*self._waiting, *self._busy.values()]
+            commands = list(self._commands)
+            self._waiting.clear()
+            self._commands.clear()
+        cause = f"the engine died of {self._failure!r}" if self._failure else "the engine was closed"
+        self._fail([r for r in requests if not r.cancelled], EngineError(cause))
+        for _, done in commands:
+            done.set_exception(EngineError(cause))
+
+    def _forward(self, ids: list[int], chunks: list[tuple[int, int, int]]) -> torch.Tensor:
+        """Hidden states [T, hidden] of the flat row of `chunks`; keys and values go to their slots."""
+        device = self._kv.device
+        positions = np.concatenate([np.arange(start, start + count) for _, start, count in chunks])
+        output = self._model.get_decoder()(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.from_numpy(positions)[None].to(device),
+            use_cache=False,
+            attend=_SlotAttention(self._kv, chunks),
+        )
+        return output.last_hidden_state[0]
+
+    def _score(self, token_ids: Sequence[int]) -> list[float]:
+        ids = torch.tensor([list(token_ids)], device=self._kv.device)
+        hidden = self._model.get_decoder()(
+            input_ids=ids,
+            position_ids=torch.arange(len(token_ids), device=self._kv.device)[None],
+            use_cache=False,
+            attend=_causal,
+        ).last_hidden_state[0, :-1]
+        logprobs = torch.log_softmax(self._model.get_output_embeddings()(hidden).float(), dim=-1)
+        return logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+    def _update_weights(self, weights: Weights, version: int) -> None:
+        self._drop_cancelled()
+        if self._busy or self._waiting:
+            raise EngineError("weights cannot change under a running request")
+        if not self.shares_weights:
+            own = dict(self._model.named_parameters())
+            for name, tensor in weights:
+                if name not in own:
+                    raise EngineError(f"the engine has no weight {name!r}")
+                own.pop(name).copy_(tensor)
+            if own:
+                raise EngineError(f"no new values came for {', '.join(sorted(own))}")
+        self._sessions.clear()
+        self._kv.clear()
+        self.version = version
+
+
+_COUNTS = (
+    "engine/prefilled_tokens",
+    "engine/cached_tokens",
+    "engine/sampled_tokens",
+    "engine/evicted_sessions",
+    "engine/busy_s",
+)
+
+
+def sample(
+    logits: torch.Tensor, samplings: Sequence[Sampling], indices: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """Draw one token per row by inverting the cumulative distribution at one number hashed from (seed, index).
+
+    Multinomial and Gumbel sampling draw a number for each entry of the vocabulary, which on a CPU costs more than the
+    model's MLPs. Greedy rows (temperature 0) report the logprob at temperature 1.
+
+    Args:
+        logits: [R, V] float32, overwritten.
+        samplings: [R]
+        indices: [R] of the token within its request.
+
+    Returns:
+        Tokens [R] and their log probabilities [R] under the distribution they were drawn from.
+    """
+    greedy = torch.tensor([s.temperature == 0 for s in samplings], device=logits.device)
+    temperatures = [s.temperature or 1.0 for s in samplings]
+    if any(t != 1.0 for t in temperatures):
+        logits.div_(torch.tensor(temperatures, device=logits.device)[:, None])
+    for row, s in enumerate(samplings):
+        if s.temperature > 0 and (s.top_k > 0 or s.top_p < 1):
+            _truncate(logits[row], s.top_k, s.top_p)
+    uniform = torch.tensor(
+        [_uniform(s.seed, index) for s, index in zip(samplings, indices, strict=True)],
+        device=logits.device,
+    )
+    logsumexp = torch.logsumexp(logits, dim=-1, keepdim=True)
+    best = logits.argmax(dim=-1)
+    cumulative = (logits - logsumexp).exp_().cumsum_(dim=-1)
+    total = cumulative[:, -1:]
+    # Below the total in floating point too, so that no token of zero probability is ever found behind it.
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    tokens = torch.where(greedy, best, drawn)
+    logprobs = (logits.gather(1, tokens[:, None]) - logsumexp)[:, 0].clamp_(max=0.0)
+    return tokens.tolist(), logprobs.tolist()
+
+
+def _uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) that is the same on every replay, whatever else is in the batch."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
+    return (int.from_bytes(digest, "little") >> 8) / 2**24  # exact in float32
+
+
+def _truncate(logits: torch.Tensor, top_k: int, top_p: float) -> None:
+    """Set to -inf all but the `top_k` likeliest tokens, and of those all but the first that reach `top_p` [V]."""
+    values, order = logits.sort(descending=True)
+    keep = len(values) if top_k == 0 else min(top_k, len(values))
+    if top_p < 1:
+        before = values[:keep].softmax(0).cumsum(0) - values[:keep].softmax(0)
+        keep = max(1, int((before < top_p).sum()))
+    logits[order[keep:]] = float("-inf")
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    n = min(len(a), len(b))
+    different = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
+    return int(different[0]) if len(different) else n
+
+
+class _KVSlots:
+    """Keys and values of every layer, `[num_slots, KV heads, max_length, head dim]`, and the tokens they are of."""
+
+    def __init__(
+        self, config: Any, num_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (num_slots, config.num_key_value_heads, max_length, head_dim)
+        layers = range(config.num_hidden_layers)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        self.tokens = np.full((num_slots, max_length), -1, dtype=np.int64)
+        self.lengths = np.zeros(num_slots, dtype=np.int64)
+        self.num_slots, self.max_length, self.device = num_slots, max_length, device
+
+    def append(self, slot: int, token_ids: list[int]) -> None:
+        length = self.lengths[slot]
+        self.tokens[slot, length : length + len(token_ids)] = token_ids
+        self.lengths[slot] += len(token_ids)
+
+    def match(self, token_ids: Sequence[int], prefer: int | None) -> tuple[int, int]:
+        """How many leading tokens some slot holds, and that slot: `prefer` among equals.
+
+        The last token is never matched: its logits are what the request is about.
+        """
+        wanted = np.asarray(token_ids[:-1])
+        differs = self.tokens[:, : len(wanted)] != wanted
+        first = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted)) if len(wanted) else 0
+        common = np.minimum(first, self.lengths)
+        slot = int(common.argmax())
+        if prefer is not None and common[prefer] == common[slot]:
+            slot = prefer
+        return int(common[slot]), slot
+
+    def copy_prefix(self, source: int, slot: int, length: int) -> None:
+        """Make the first `length` tokens of `source` those of `slot`, and all that `slot` holds."""
+        if source != slot:
+            for cache in (*self.keys, *self.values):
+                cache[slot, :, :length] = cache[source, :, :length]
+            self.tokens[slot, :length] = self.tokens[source, :length]
+        self.lengths[slot] = length
+
+    def clear(self) -> None:
+        self.lengths[:] = 0
+
+
+class _SlotAttention:
+    """Attention of a flat row of chunks, each over its own slot; an `agentrl.attention.Attend`.
+
+    Chunks of one token, the decoding rows, attend together over the slots up to the highest in use; idle ones between
+    them are computed and dropped, which is cheaper than to gather the cache. Longer chunks attend one by one.
+    """
+
+    def __init__(self, kv: _KVSlots, chunks: list[tuple[int, int, int]]) -> None:
+        self.kv = kv
+        slots = np.concatenate([np.full(count, slot) for slot, _, count in chunks])
+        positions = np.concatenate([np.arange(start, start + n) for _, start, n in chunks])
+        self.slots = torch.from_numpy(slots).to(kv.device)
+        self.positions = torch.from_numpy(positions).to(kv.device)
+        offset, single_rows, single_slots, single_ends = 0, [], [], []
+        self.long: list[tuple[slice, int, int, torch.Tensor]] = []
+        for slot, start, count in chunks:
+            if count == 1:
+                single_rows.append(offset)
+                single_slots.append(slot)
+                single_ends.append(start + 1)
+            else:
+                mask = torch.ones(count, start + count, dtype=torch.bool, device=kv.device)
+                self.long.append((slice(offset, offset + count), slot, start + count, mask.tril(start)))
+            offset += count
+        self.single_rows = torch.tensor(single_rows, device=kv.device)
+        self.single_slots = torch.tensor(single_slots, device=kv.device)
+        if single_rows:
+            self.width = max(single_slots) + 1
+            self.length = max(single_ends)
+            ends = torch.ones(self.width, dtype=torch.long)  # an idle row sees one token, to stay finite
+            ends[single_slots] = torch.tensor(single_ends)
+            visible = torch.arange(self.length)[None] < ends[:, None]
+            self.mask = visible[:, None, None].to(kv.device)
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        keys, values = self.kv.keys[layer], self.kv.values[layer]
+        keys[self.slots, :, self.positions] = key[0].transpose(0, 1)
+        values[self.slots, :, self.positions] = value[0].transpose(0, 1)
+        query = query[0].transpose(0, 1)  # [T, query heads, head dim]
+        num_kv, head_dim = keys.shape[1], keys.shape[3]
+        output = torch.empty_like(query)
+        if len(self.single_rows):
+            # The query heads that share a KV head stand where a sequence of queries would: no key is repeated.
+            rows = query[self.single_rows].view(len(self.single_rows), num_kv, -1, head_dim)
+            wide = rows.new_zeros(self.width, *rows.shape[1:])
+            wide[self.single_slots] = rows
+            attended = F.scaled_dot_product_attention(
+                wide,
+                keys[: self.width, :, : self.length],
+                values[: self.width, :, : self.length],
+                attn_mask=self.mask,
+                scale=scaling,
+            )
+            output[self.single_rows] = attended[self.single_slots].reshape(len(rows), -1, head_dim)
+        for span, slot, length, mask in self.long:
+            attended = F.scaled_dot_product_attention(
+                query[span].transpose(0, 1)[None],
+                keys[None, slot, :, :length],
+                values[None, slot, :, :length],
+                attn_mask=mask,
+                scale=scaling,
+                enable_gqa=True,
+            )
+            output[span] = attended[0].transpose(0, 1)
+        return output.transpose(0, 1)[None]
+
+
+def _causal(
+    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )

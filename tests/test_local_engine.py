@@ -1,0 +1,358 @@
+"""The embedded engine samples what the model says, once per token, whoever else is in the batch."""
+
+import asyncio
+import copy
+import math
+from collections import Counter
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from agentrl.attention import register_attention
+from agentrl.protocols import EngineError
+from agentrl.types import Sampling
+from rollout.engines.local import LocalEngine, sample
+
+STOP = 3
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,
+        pad_token_id=0,
+        hidden_size=48,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        attn_implementation=register_attention(),
+    )
+    return LlamaForCausalLM(config).float()
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    """The same weights through transformers' own attention."""
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("eager")
+    return other
+
+
+def engine_for(model, **options):
+    return LocalEngine(model, **({"num_slots": 8, "max_context_tokens": 128} | options))
+
+
+def run(engine, play):
+    async def main():
+        try:
+            return await play(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def true_logprobs(reference, prompt, sampled, temperature=1.0):
+    logits = reference(torch.tensor([prompt + sampled])).logits[0] / temperature
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(sampled)[:, None])[:, 0].tolist()
+
+
+def prompt_of(seed, length):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, 61, (length,), generator=generator).tolist()
+
+
+def test_logprobs_are_the_models_own_at_the_sampling_temperature(model, reference):
+    """Prompts of many lengths, joined in one batch, give the logprobs of each sequence alone."""
+
+    async def play(engine):
+        return await asyncio.gather(
+            *[
+                engine.generate(
+                    prompt_of(n, n),
+                    Sampling(max_new_tokens=12, temperature=0.7, seed=n),
+                    session=str(n),
+                )
+                for n in (1, 2, 9, 30, 31)
+            ]
+        )
+
+    for n, completion in zip((1, 2, 9, 30, 31), run(engine_for(model), play), strict=True):
+        expected = true_logprobs(reference, prompt_of(n, n), completion.token_ids, 0.7)
+        assert completion.logprobs == pytest.approx(expected, abs=2e-5)
+        assert completion.finish_reason == "length" and len(completion.token_ids) == 12
+
+
+def test_greedy_decoding_equals_transformers_generate(model, reference):
+    prompt = prompt_of(1, 10)
+
+    async def play(engine):
+        return await engine.generate(
+            prompt, Sampling(max_new_tokens=20, temperature=0.0), session="a"
+        )
+
+    expected = reference.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=20, eos_token_id=None
+    )
+    assert run(engine_for(model), play).token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_no_token_of_an_episode_is_prefilled_twice(model, reference):
+    """Three turns: each request computes only the last sampled token and what the env added."""
+
+    async def play(engine):
+        tape, turns = prompt_of(5, 40), []
+        for turn in range(3):
+            engine.pop_metrics()
+            completion = await engine.generate(
+                tape, Sampling(max_new_tokens=6, seed=turn), session="episode"
+            )
+            turns.append((len(tape), engine.pop_metrics()))
+            expected = true_logprobs(reference, tape, completion.token_ids)
+            assert completion.logprobs == pytest.approx(expected, abs=2e-5)
+            tape = tape + completion.token_ids + prompt_of(50 + turn, 7)
+        return turns
+
+    (first, a), (_, b), (third, c) = run(engine_for(model), play)
+    assert a["engine/prefilled_tokens"] == first == 40
+    assert b["engine/prefilled_tokens"] == c["engine/prefilled_tokens"] == 1 + 7
+    assert c["engine/cached_tokens"] == third - 8
+
+
+def test_a_group_prefills_its_prompt_once(model, reference):
+    prompt = prompt_of(7, 50)
+
+    async def play(engine):
+        completions = await asyncio.gather(
+            *[
+                engine.generate(prompt, Sampling(max_new_tokens=5, seed=i), session=str(i))
+                for i in range(8)
+            ]
+        )
+        return completions, engine.pop_metrics()
+
+    completions, metrics = run(engine_for(model), play)
+    # The siblings compute the last token only, whose logits they sample from.
+    assert metrics["engine/prefilled_tokens"] == 50 + 7
+    assert metrics["engine/cached_tokens"] == 7 * 49
+    for completion in completions:
+        expected = true_logprobs(reference, prompt, completion.token_ids)
+        assert completion.logprobs == pytest.approx(expected, abs=2e-5)
+
+
+def test_seeds_differ_within_a_group_and_repeat_on_replay(model):
+    prompt = prompt_of(7, 20)
+
+    async def play(engine, batch):
+        return [
+            c.token_ids
+            for c in await asyncio.gather(
+                *[
+                    engine.generate(prompt, Sampling(max_new_tokens=16, seed=i), session=str(i))
+                    for i in batch
+                ]
+            )
+        ]
+
+    together = run(engine_for(model), lambda e: play(e, range(6)))
+    alone = [run(engine_for(model), lambda e, i=i: play(e, [i]))[0] for i in range(6)]
+    assert together == alone
+    assert len({tuple(ids) for ids in together}) == 6
+
+
+def test_the_stop_token_ends_a_turn_and_is_part_of_it(model):
+    async def play(engine):
+        return [
+            await engine.generate(
+                prompt_of(3, 8),
+                Sampling(max_new_tokens=100, seed=seed, stop_token_ids=(STOP,)),
+                session=str(seed),
+            )
+            for seed in range(12)
+        ]
+
+    stopped = [c for c in run(engine_for(model), play) if c.finish_reason == "stop"]
+    assert stopped, "no seed sampled the stop token"
+    for completion in stopped:
+        assert completion.token_ids.count(STOP) == 1 and completion.token_ids[-1] == STOP
+        assert len(completion.token_ids) == len(completion.logprobs)
+
+
+def test_more_sessions_than_slots_evict_the_longest_idle_and_stay_right(model, reference):
+    async def play(engine):
+        async def episode(i):
+            tape = prompt_of(i, 12)
+            for turn in range(2):
+                completion = await engine.generate(
+                    tape, Sampling(max_new_tokens=5, seed=i), session=str(i)
+                )
+                expected = true_logprobs(reference, tape, completion.token_ids)
+                assert completion.logprobs == pytest.approx(expected, abs=2e-5)
+                tape = tape + completion.token_ids + prompt_of(100 + turn, 3)
+
+        await asyncio.gather(*[episode(i) for i in range(9)])
+        return engine.pop_metrics()
+
+    assert run(engine_for(model, num_slots=3), play)["engine/evicted_sessions"] > 0
+
+
+def test_a_long_prompt_is_prefilled_in_chunks(model, reference, monkeypatch):
+    monkeypatch.setattr("rollout.engines.local.PREFILL_TOKENS_PER_STEP", 16)
+    prompts = [prompt_of(i, 30 + i) for i in range(4)]
+
+    async def play(engine):
+        return await asyncio.gather(
+            *[
+                engine.generate(p, Sampling(max_new_tokens=4, seed=1), session=str(i))
+                for i, p in enumerate(prompts)
+            ]
+        )
+
+    for prompt, completion in zip(prompts, run(engine_for(model), play), strict=True):
+        expected = true_logprobs(reference, prompt, completion.token_ids)
+        assert completion.logprobs == pytest.approx(expected, abs=2e-5)
+
+
+def test_a_cancelled_request_leaves_the_batch_and_its_neighbours_finish(model):
+    """F026: the slot of a cancelled request is free for the next one."""
+
+    async def play(engine):
+        doomed = asyncio.create_task(
+            engine.generate(prompt_of(1, 5), Sampling(max_new_tokens=120), session="doomed")
+        )
+        neighbour = asyncio.create_task(
+            engine.generate(prompt_of(2, 5), Sampling(max_new_tokens=30), session="neighbour")
+        )
+        await asyncio.sleep(0.02)
+        doomed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        await engine.release("doomed")
+        assert len((await neighbour).token_ids) == 30
+        third = await engine.generate(prompt_of(3, 5), Sampling(max_new_tokens=3), session="third")
+        assert len(third.token_ids) == 3
+        assert not engine._busy
+
+    run(engine_for(model, num_slots=2), play)
+
+
+def test_new_weights_never_meet_old_keys(model, reference):
+    """F070: the same prompt after an update gives the new model's logprobs, shared weights or copied."""
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+    changed_reference = copy.deepcopy(changed)
+    changed_reference.set_attn_implementation("eager")
+    prompt = prompt_of(4, 30)
+
+    async def play(engine):
+        await engine.generate(prompt, Sampling(max_new_tokens=4), session="a")
+        await engine.update_weights(changed.named_parameters(), 1)
+        return await engine.generate(prompt, Sampling(max_new_tokens=4), session="a")
+
+    completion = run(engine_for(model, share_weights=False), play)
+    assert completion.versions == (1, 1)
+    expected = true_logprobs(changed_reference, prompt, completion.token_ids)
+    assert completion.logprobs == pytest.approx(expected, abs=2e-5)
+
+
+def test_shared_weights_are_the_learners_own_memory(model):
+    engine = engine_for(model)
+    assert engine.shares_weights and engine._model is model
+    run(engine, lambda e: e.update_weights(iter(()), 1))
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown"])
+def test_weights_are_matched_by_name_exactly(model, change):
+    async def play(engine):
+        weights = dict(model.named_parameters())
+        if change == "missing":
+            weights.pop("model.norm.weight")
+        else:
+            weights["model.nrom.weight"] = torch.zeros(1)
+        with pytest.raises(EngineError, match=r"model\.n"):
+            await engine.update_weights(weights.items(), 1)
+        assert engine.version == 0
+
+    run(engine_for(model, share_weights=False), play)
+
+
+def test_weights_cannot_change_under_a_running_request(model):
+    async def play(engine):
+        running = asyncio.create_task(
+            engine.generate(prompt_of(1, 5), Sampling(max_new_tokens=100), session="a")
+        )
+        await asyncio.sleep(0.02)
+        with pytest.raises(EngineError, match="running request"):
+            await engine.update_weights(iter(()), 1)
+        await running
+
+    run(engine_for(model), play)
+
+
+def test_score_is_the_teacher_forced_logprob(model, reference):
+    ids = prompt_of(8, 20)
+    scores = run(engine_for(model), lambda e: e.score(ids))
+    assert scores == pytest.approx(true_logprobs(reference, ids[:1], ids[1:]), abs=2e-5)
+
+
+def test_a_dead_engine_fails_its_requests_and_names_the_cause(model):
+    """F021: nobody waits for an engine that is gone."""
+    broken = copy.deepcopy(model)
+
+    def explode(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    async def play(engine):
+        broken.model.forward = explode
+        for _ in range(2):
+            with pytest.raises(EngineError, match="out of memory"):
+                await asyncio.wait_for(
+                    engine.generate(prompt_of(1, 5), Sampling(max_new_tokens=2), session="a"), 5
+                )
+
+    run(engine_for(broken), play)
+
+
+def test_a_request_that_does_not_fit_is_refused(model):
+    async def play(engine):
+        with pytest.raises(EngineError, match="do not fit"):
+            await engine.generate(prompt_of(1, 100), Sampling(max_new_tokens=100), session="a")
+
+    run(engine_for(model), play)
+
+
+def test_sampling_follows_the_distribution():
+    """20,000 draws: each frequency within five standard errors."""
+    logits = torch.tensor([2.0, 0.0, -1.0, float("-inf"), 1.0])
+    n = 20_000
+    samplings = [Sampling(max_new_tokens=1, temperature=0.8, seed=seed) for seed in range(n)]
+    tokens, logprobs = sample(logits.repeat(n, 1), samplings, [0] * n)
+    probabilities = (logits / 0.8).softmax(0)
+    counts = Counter(tokens)
+    assert counts[3] == 0
+    for token, p in enumerate(probabilities.tolist()):
+        assert abs(counts[token] / n - p) <= 5 * math.sqrt(p * (1 - p) / n)
+    for token, logprob in zip(tokens[:100], logprobs[:100], strict=True):
+        assert logprob == pytest.approx(math.log(probabilities[token]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "support", "first"),
+    [({"top_p": 0.8}, {0, 1}, math.log(0.625)), ({"top_k": 1}, {0}, 0.0)],
+)
+def test_truncated_sampling_reports_the_truncated_distribution(options, support, first):
+    """F062: p = (.5, .3, .2) under top_p = .8 is drawn from (.625, .375)."""
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]])).repeat(300, 1)
+    samplings = [Sampling(max_new_tokens=1, seed=seed, **options) for seed in range(300)]
+    tokens, logprobs = sample(logits, samplings, [0] * 300)
+    assert set(tokens) == support
+    assert logprobs[tokens.index(0)] == pytest.approx(first, abs=1e-6)
