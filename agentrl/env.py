@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -118,15 +119,26 @@ def make_env(name: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
         except ModuleNotFoundError as error:
             raise EnvNotFound(f"env {name!r}: there is no module {error.name!r}") from error
         return _attribute(module, class_name, name)(**kwargs)
+    if name.startswith("agentrl/"):
+        importlib.import_module("envs")  # registers them
     try:
-        # The checker would take an async step's coroutine for a malformed result; `check_env` is for authors.
-        return gymnasium.make(name, disable_env_checker=True, **kwargs)
-    except gymnasium.error.UnregisteredEnv as error:
-        known = ", ".join(sorted(id for id in gymnasium.registry if id.startswith("agentrl/")))
-        raise EnvNotFound(
-            f"env {name!r} is not registered with gymnasium ({error}). Registered here: {known or 'none'}. An env of your "
-            "own is named by package.module:Class or by path/to/file.py:Class."
-        ) from error
+        spec = gymnasium.spec(name)
+    except gymnasium.error.Error as error:
+        raise EnvNotFound(_not_registered(name)) from error
+    # The checker would take an async step's coroutine for a malformed result.
+    return gymnasium.make(spec, disable_env_checker=True, **kwargs)
+
+
+def _not_registered(name: str) -> str:
+    ids = list(gymnasium.registry)
+    close = difflib.get_close_matches(name, ids, n=3, cutoff=0.5)
+    ours = sorted(id for id in ids if id.startswith("agentrl/"))
+    return (
+        f"env {name!r} is not registered with gymnasium. "
+        + (f"Did you mean {' or '.join(close)}? " if close else "")
+        + (f"Those of this project: {', '.join(ours)}. " if ours else "")
+        + "An env of your own is named by package.module:Class or by path/to/file.py:Class."
+    )
 
 
 def _load_file(path: Path) -> Any:
@@ -148,8 +160,13 @@ def _attribute(module: Any, class_name: str, name: str) -> Any:
     return getattr(module, class_name)
 
 
-class Blocking(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An async env seen through plain, synchronous `reset` and `step`: for gymnasium's tools and for notebooks."""
+class Blocking(gymnasium.Wrapper[Any, Any, Any, Any], gymnasium.utils.RecordConstructorArgs):
+    """An async env seen through plain `reset` and `step`: for gymnasium's tools and notebooks."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        # Recorded, so that `check_env` can make it again.
+        gymnasium.utils.RecordConstructorArgs.__init__(self)
+        gymnasium.Wrapper.__init__(self, env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         return _wait(self.env.reset(seed=seed, options=options))

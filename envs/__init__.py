@@ -1,0 +1,12 @@
+"""Environments, registered with gymnasium as `agentrl/<Name>-v<N>`."""
+
+import gymnasium
+
+for _id, _entry_point in {
+    "agentrl/Arithmetic-v0": "envs.arithmetic:Arithmetic",
+    "agentrl/GSM8K-v0": "envs.gsm8k:GSM8K",
+}.items():
+    # The checkers' wrappers would take an async step's coroutine for a malformed result.
+    gymnasium.register(
+        id=_id, entry_point=_entry_point, order_enforce=False, disable_env_checker=True
+    )

@@ -1,0 +1,163 @@
+"""Arithmetic with a calculator: products, expressions and word problems, made here."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import islice, zip_longest
+from typing import Any, Literal, get_args
+
+from agentrl.rubric import Rubric
+from agentrl.threads import inline
+from agentrl.types import Message, Task
+from envs.answers import final_answer, is_correct
+from envs.tool_env import Demonstration, ToolEnv, demonstration
+from envs.word_problems import word_problems
+from tools.calculator import calc, evaluate
+
+Kind = Literal["product", "expression", "word"]
+Problem = tuple[str, str, str]  # question, answer, and a key that is equal for equal problems
+
+NUM_TASKS = {"train": 2000, "test": 200}  # of each kind
+TEST_SHARE = 0.1  # of all problems there are
+
+
+def _shown(question: str, expression: str, answer: str) -> Demonstration:
+    return demonstration(
+        question, [("calc", {"expression": expression}, answer)], f"The answer is {answer}."
+    )
+
+
+_DEMONSTRATIONS: dict[Kind, Demonstration] = {
+    "product": _shown("What is 12 * 34?", "12*34", "408"),
+    "expression": _shown("What is 15 + 4 * (30 - 8)?", "15+4*(30-8)", "103"),
+    "word": _shown(
+        "Zoe has 14 bags with 25 nuts each and eats 30 nuts. How many nuts are left?",
+        "14*25-30",
+        "320",
+    ),
+}
+
+
+@inline
+def correct(messages: Sequence[Message], answer: str) -> bool:
+    """Whether the last number of the final message is the answer."""
+    return is_correct(final_answer(messages), answer)
+
+
+@inline
+def correct_by_kind(messages: Sequence[Message], task: Task) -> dict[str, bool]:
+    return {f"correct/{task.info['kind']}": correct(messages, task.answer)}
+
+
+@inline
+def called_tool(env: Any) -> bool:
+    """Whether a tool ran in the episode."""
+    return env.unwrapped.metrics["tool/calls"] > 0
+
+
+class Arithmetic(ToolEnv):
+    """Problems of the given kinds in turn, to be solved with the calculator.
+
+    A problem is of "train" or of "test" by a hash of its numbers, so that no test problem is ever
+    trained on.
+    """
+
+    system_prompt = "Use the calculator calc, then give the answer."
+    tools = (calc,)
+    rubric = Rubric([correct, correct_by_kind, called_tool], weights=[1.0, 0.0, 0.0])
+
+    def __init__(
+        self,
+        *,
+        kinds: Sequence[Kind] = ("product", "word"),
+        max_operations: int = 2,
+        **limits: Any,
+    ) -> None:
+        """
+        Args:
+            kinds: Of "product", "expression" and "word". One demonstration of each is shown.
+            max_operations: In an expression or word problem, 1 to 3.
+            limits: As `ToolEnv` takes them.
+        """
+        unknown = [kind for kind in kinds if kind not in get_args(Kind)]
+        if unknown or not kinds or len(set(kinds)) < len(kinds):
+            raise ValueError(
+                f"kinds must be different ones of {', '.join(get_args(Kind))}, not {list(kinds)}"
+            )
+        if not 1 <= max_operations <= 3:
+            raise ValueError(f"max_operations must be 1, 2 or 3, not {max_operations}")
+        self.kinds = tuple(kinds)
+        self.max_operations = max_operations
+        self.demonstrations = tuple(_DEMONSTRATIONS[kind] for kind in kinds)
+        super().__init__(**limits)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """2,000 training or 200 test problems of each kind, the kinds in turn."""
+        if split not in NUM_TASKS:
+            raise ValueError(f"there is no split {split!r}; there are {', '.join(NUM_TASKS)}")
+        return _tasks(split, self.kinds, self.max_operations)
+
+
+@cache
+def _tasks(split: str, kinds: tuple[Kind, ...], max_operations: int) -> tuple[Task, ...]:
+    by_kind = []
+    for kind in kinds:
+        generator = random.Random(f"{kind} {split} {max_operations}")
+        problems = _unseen(_problems(kind, generator, max_operations), split)
+        by_kind.append(
+            [
+                Task(
+                    id=f"{split}-{kind}-{index}",
+                    prompt=(Message(role="user", content=question),),
+                    answer=answer,
+                    info={"kind": kind},
+                )
+                for index, (question, answer, _) in enumerate(islice(problems, NUM_TASKS[split]))
+            ]
+        )
+    return tuple(task for row in zip_longest(*by_kind) for task in row)
+
+
+def _unseen(problems: Iterator[Problem], split: str) -> Iterator[Problem]:
+    """Those of the split, each once."""
+    seen = {"12 34"}  # shown as a demonstration
+    for problem in problems:
+        key = problem[2]
+        digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
+        in_test = int.from_bytes(digest, "big") < TEST_SHARE * 2**32
+        if key not in seen and in_test == (split == "test"):
+            seen.add(key)
+            yield problem
+
+
+def _problems(kind: Kind, generator: random.Random, max_operations: int) -> Iterator[Problem]:
+    if kind == "word":
+        for problem in word_problems(generator, max_operations=max_operations):
+            yield problem.question, problem.answer, problem.key
+    while True:
+        if kind == "product":
+            a, b = generator.randint(10, 99), generator.randint(10, 99)
+            yield f"What is {a} * {b}?", str(a * b), _key(f"{a} {b}")
+        else:
+            expression = _expression(generator, max_operations)
+            yield f"What is {expression}?", str(evaluate(expression)), _key(expression)
+
+
+def _key(text: str) -> str:
+    """The numbers alone: 23 * 47, 47 * 23 and 23 + 47 lie in one split."""
+    return " ".join(sorted(re.findall(r"\d+", text)))
+
+
+def _expression(generator: random.Random, max_operations: int) -> str:
+    """Whole numbers under + - and *, part of them in parentheses."""
+    text = str(generator.randint(2, 99))
+    for place in range(generator.randint(1, max_operations)):
+        if place and generator.random() < 0.4:
+            text = f"({text})"
+        number = generator.randint(2, 99)
+        text = f"{text} {generator.choice('+-*')} {number}"
+    return text

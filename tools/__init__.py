@@ -1,0 +1,1 @@
+"""Tools that environments give to a model."""
