@@ -13,7 +13,11 @@ Weights = Iterable[tuple[str, Any]]
 
 
 class EngineError(RuntimeError):
-    """The engine failed at one request, or as a whole; the episode is not the policy's fault."""
+    """The engine failed at one request; the episode is not the policy's fault."""
+
+
+class EngineDied(EngineError):
+    """The engine failed as a whole: no later request will be answered, so the run stops at once."""
 
 
 class Engine(Protocol):

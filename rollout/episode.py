@@ -1,0 +1,297 @@
+"""One episode: reset, then sample a turn and step the env until it is over, then score and close.
+
+It ends in a `StopReason`, whatever happens; a fault leaves its cause in `trajectory.error` and its traceback in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import gymnasium
+
+from agentrl.config import RolloutConfig
+from agentrl.env import to_messages
+from agentrl.protocols import Engine, EngineDied
+from agentrl.renderer import Renderer
+from agentrl.rubric import RewardError, Rubric
+from agentrl.threads import run_in_thread
+from agentrl.trajectory import Trajectory
+from agentrl.types import Sampling, StopReason, Task
+from rollout.gate import Gate
+from rollout.seeds import derive_seed
+
+logger = logging.getLogger("agentrl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What the episodes of a run share."""
+
+    engine: Engine
+    make_env: Callable[[], gymnasium.Env[Any, Any]]  # cheap: what takes long belongs in `reset`
+    renderer: Renderer
+    config: RolloutConfig
+    rubric: Rubric | None  # rewards beside the env's own
+    generation: Gate
+    env_calls: asyncio.Semaphore
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """One attempt at an episode: what is to be played, and how far it is."""
+
+    id: str
+    task: Task
+    env_seed: int
+    seed: int  # with the number of the turn, the seed of a request
+    tape: Trajectory = field(init=False)
+    env: gymnasium.Env[Any, Any] | None = None
+    phase: str = "start"
+    since: float = field(default_factory=time.monotonic)  # when the phase began
+    clock: asyncio.Timeout | None = None  # of the whole attempt; stands still in a queue
+
+    def __post_init__(self) -> None:
+        self.tape = Trajectory(id=self.id)
+
+    def enter(self, phase: str) -> None:
+        self.phase, self.since = phase, time.monotonic()
+
+    def rubrics(self, stage: Stage) -> list[Rubric]:
+        rubrics = (getattr(self.env and self.env.unwrapped, "rubric", None), stage.rubric)
+        return [rubric for rubric in rubrics if rubric is not None]
+
+
+class _Fault(Exception):
+    def __init__(self, reason: StopReason, cause: BaseException | str) -> None:
+        super().__init__(cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}")
+        self.reason = reason
+
+
+async def play(episode: Episode, stage: Stage) -> Trajectory:
+    """Play `episode` to its end, also where everything fails.
+
+    `reward` is None after a fault, and where a rubric scores whole groups: then `total_reward` is due after that.
+
+    Raises:
+        EngineDied: there is no engine left to play with.
+    """
+    tape = episode.tape
+    try:
+        async with asyncio.timeout(stage.config.episode_timeout_s) as episode.clock:
+            reason = await _turns(episode, stage)
+            await _score(episode, stage)
+            tape.stop_reason = reason
+    except _Fault as fault:
+        tape.reward, tape.stop_reason, tape.error = None, fault.reason, str(fault)
+        logger.warning(
+            "episode %s: %s: %s", episode.id, fault.reason, fault, exc_info=fault.__cause__
+        )
+    except TimeoutError:
+        limit = stage.config.episode_timeout_s
+        tape.reward, tape.stop_reason = None, StopReason.EPISODE_TIMEOUT
+        tape.error = f"TimeoutError: no end within {limit:g} s, at last in {episode.phase}"
+        logger.warning("episode %s: %s", episode.id, tape.error)
+    finally:
+        await _close(episode, stage)
+    return tape
+
+
+async def _turns(episode: Episode, stage: Stage) -> StopReason:
+    tape, config, renderer = episode.tape, stage.config, stage.renderer
+    with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
+        episode.env = env = stage.make_env()
+        async with _work(episode, "reset", "env", stage.env_calls, config.env_timeout_s):
+            options = {"task": episode.task}
+            observation, info = await _call(
+                env, "reset", config, seed=episode.env_seed, options=options
+            )
+        tape.messages += to_messages(observation)
+        tape.observe(renderer.prompt(tape.messages))
+    while True:
+        context = tape.context
+        limits = {
+            StopReason.TURN_LENGTH: config.max_new_tokens,
+            StopReason.EPISODE_LENGTH: config.max_episode_tokens - tape.num_sampled_tokens,
+            StopReason.CONTEXT_LENGTH: config.max_context_tokens - len(context),
+        }
+        limit = min(limits, key=limits.__getitem__)
+        if limits[limit] <= 0:
+            if tape.turns:
+                return _end(tape, info, limit)
+            raise _Fault(
+                StopReason.PROMPT_TOO_LONG,
+                f"the prompt has {len(context)} tokens, max_context_tokens={config.max_context_tokens}",
+            )
+        sampling = Sampling(
+            max_new_tokens=limits[limit],
+            temperature=config.temperature,
+            seed=derive_seed(episode.seed, len(tape.turns)),
+            stop_token_ids=renderer.stop_token_ids,
+        )
+        with _faults(StopReason.ENGINE_ERROR, StopReason.ENGINE_TIMEOUT):
+            async with _work(
+                episode, "generate", "generate", stage.generation, config.generate_timeout_s
+            ):
+                completion = await stage.engine.generate(context, sampling, session=episode.id)
+            tape.act(completion)
+        if completion.finish_reason == "abort":
+            raise _Fault(StopReason.ABORTED, f"the engine aborted turn {len(tape.turns)}")
+        with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
+            action = renderer.parse(completion.token_ids, completion.finish_reason)
+            tape.messages.append(action.to_message())
+            if completion.finish_reason == "length":
+                return _end(tape, info, limit)
+            async with _work(episode, "step", "env", stage.env_calls, config.env_timeout_s):
+                observation, reward, terminated, truncated, info = await _call(
+                    env, "step", config, action
+                )
+            new = to_messages(observation)
+            _add_step_reward(tape, reward)
+            reason = (
+                StopReason(info["stop_reason"]) if "stop_reason" in info
+                else StopReason.DONE if terminated
+                else StopReason.TRUNCATED if truncated
+                else StopReason.MAX_TURNS if len(tape.turns) >= config.max_turns
+                else None
+            )  # fmt: skip
+            if reason is not None:
+                tape.messages += new
+                return _end(tape, info, reason)
+            delta = renderer.observation(tape.messages, new, context=tape.context)
+            tape.messages += new
+        kept = 0 if delta.new_segment else len(tape) - tape.segment_starts[-1]
+        if kept + len(delta.token_ids) >= config.max_context_tokens:
+            return _end(tape, info, StopReason.CONTEXT_LENGTH)
+        tape.observe(delta.token_ids, new_segment=delta.new_segment)
+
+
+def _end(tape: Trajectory, info: dict[str, Any], reason: StopReason) -> StopReason:
+    with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
+        tape.metrics |= {name: float(value) for name, value in info.get("metrics", {}).items()}
+    return reason
+
+
+def _add_step_reward(tape: Trajectory, reward: Any) -> None:
+    with _faults(StopReason.REWARD_ERROR, StopReason.REWARD_ERROR):
+        reward = float(reward)
+        if not math.isfinite(reward):
+            raise RewardError(f"step {len(tape.turns)} of the env gave the reward {reward}")
+        if reward:
+            tape.rewards["env"] = tape.rewards.get("env", 0.0) + reward
+
+
+async def _score(episode: Episode, stage: Stage) -> None:
+    tape, env = episode.tape, episode.env
+    assert env is not None
+    rubrics = episode.rubrics(stage)
+    with _faults(StopReason.REWARD_ERROR, StopReason.REWARD_ERROR):
+        for rubric in rubrics:
+            async with _work(
+                episode, "score", "score", stage.env_calls, stage.config.score_timeout_s
+            ):
+                rewards = await rubric.score(task=episode.task, trajectory=tape, env=env.unwrapped)
+            if twice := rewards.keys() & tape.rewards.keys():
+                raise RewardError(f"two rewards are named {', '.join(sorted(twice))}")
+            tape.rewards |= rewards
+        if not any(rubric.scores_groups for rubric in rubrics):
+            tape.reward = total_reward(tape, rubrics)
+
+
+def total_reward(tape: Trajectory, rubrics: list[Rubric]) -> float:
+    """The env's rewards and the weighted ones together."""
+    return tape.rewards.get("env", 0.0) + sum(rubric.total(tape.rewards) for rubric in rubrics)
+
+
+async def _close(episode: Episode, stage: Stage) -> None:
+    """An error here is counted and logged; what was played stays valid."""
+    env, config, tape = episode.env, stage.config, episode.tape
+    try:
+        if env is not None:
+            async with stage.env_calls, asyncio.timeout(config.env_timeout_s):
+                episode.enter("close")
+                if type(env.unwrapped).close is gymnasium.Env.close:
+                    env.close()  # nothing of its own to close: not worth a thread
+                else:
+                    await _call(env, "close", config)
+    except Exception:
+        tape.metrics["env/close_errors"] = 1.0
+        logger.exception("episode %s: closing the env failed", episode.id)
+    finally:
+        try:
+            async with asyncio.timeout(config.generate_timeout_s):
+                await stage.engine.release(episode.id)
+        except Exception:
+            tape.metrics["engine/release_errors"] = 1.0
+            logger.exception("episode %s: releasing its session failed", episode.id)
+
+
+async def _call(env: Any, method: str, config: RolloutConfig, *args: Any, **kwargs: Any) -> Any:
+    """A method of `env`, on the loop where it is async, else in a thread; wrappers are plain functions either way."""
+    function = getattr(env, method)
+    if not inspect.iscoroutinefunction(getattr(env.unwrapped, method)):
+        return await run_in_thread(
+            partial(function, *args, **kwargs), timeout_s=config.env_timeout_s
+        )
+    return await function(*args, **kwargs)
+
+
+@contextmanager
+def _faults(error: StopReason, timeout: StopReason) -> Iterator[None]:
+    try:
+        yield
+    except (_Fault, EngineDied):
+        raise
+    except TimeoutError as cause:
+        raise _Fault(timeout, cause) from cause
+    except Exception as cause:
+        raise _Fault(error, cause) from cause
+
+
+@asynccontextmanager
+async def _work(
+    episode: Episode, phase: str, timing: str, slots: Gate | asyncio.Semaphore, timeout_s: float
+) -> AsyncIterator[None]:
+    """Something that waits: for its turn while the episode's clock stands still, then under a deadline."""
+    timings = episode.tape.timings
+    began = time.perf_counter()
+    if slots.locked():
+        episode.enter(f"queue for {phase}")
+        await _pause(episode.clock, slots)
+    else:
+        await slots.__aenter__()
+    started = time.perf_counter()
+    timings["queue"] = timings.get("queue", 0.0) + started - began
+    episode.enter(phase)
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            yield
+    except TimeoutError as error:
+        if deadline.expired():
+            raise TimeoutError(f"{phase} did not end within {timeout_s:g} s") from error
+        raise
+    finally:
+        await slots.__aexit__(None, None, None)
+        timings[timing] = timings.get(timing, 0.0) + time.perf_counter() - started
+
+
+async def _pause(clock: asyncio.Timeout | None, slots: Gate | asyncio.Semaphore) -> None:
+    assert clock is not None
+    when = clock.when()
+    assert when is not None
+    loop = asyncio.get_running_loop()
+    left = when - loop.time()
+    clock.reschedule(None)
+    try:
+        await slots.__aenter__()
+    finally:
+        clock.reschedule(loop.time() + left)
