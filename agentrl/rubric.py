@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +111,7 @@ class Rubric:
         }
         for name, function, wanted in self._of_group:
             values = await self._call(name, function, [known[key] for key in wanted], group.id)
-            if not isinstance(values, Sequence) or len(values) != len(episodes):
+            if not hasattr(values, "__len__") or len(values) != len(episodes):
                 raise RewardError(
                     f"reward {name} must return a list of {len(episodes)} numbers "
                     f"for group {group.id!r}, not {values!r:.100}"
@@ -132,6 +133,29 @@ class Rubric:
             raise RewardError(
                 f"reward {name} failed on {episode!r}: {type(error).__name__}: {error}"
             ) from error
+
+
+def load_rewards(names: Sequence[str], weights: Sequence[float] | None = None) -> Rubric | None:
+    """A rubric of functions named `package.module:function`; None if there are none.
+
+    Raises:
+        ValueError: a name that leads to no function, or as `Rubric` does.
+    """
+    return Rubric([_load(name) for name in names], weights) if names else None
+
+
+def _load(name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"reward {name!r} must be named package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"reward {name!r}: there is no module {error.name!r}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"reward {name!r}: {module.__name__} has no function {function_name!r}")
+    return function
 
 
 def _wanted(function: Callable[..., Any], name: str) -> list[str]:

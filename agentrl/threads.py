@@ -7,6 +7,7 @@ the interpreter.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import threading
@@ -62,7 +63,7 @@ async def run_in_thread(function: Callable[..., Any], *args: Any, timeout_s: flo
         with _lock:
             finished.append(True)
             _abandoned.discard(thread)
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(deliver, value, failure)
 
     finished: list[bool] = []

@@ -105,7 +105,7 @@ class ToolEnv(TextEnv):
         self.metrics = Counter(dict.fromkeys(_METRICS, 0))
         self._tools = {tool.name: tool for tool in self.tools}
         self._running = True
-        return self.prompt(task), {}
+        return self.prompt(task), {"metrics": dict(self.metrics)}
 
     async def step(self, action: str) -> tuple[list[Message], float, bool, bool, dict[str, Any]]:
         """Answer the calls of a turn; a turn without one is the final answer.

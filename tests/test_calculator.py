@@ -120,11 +120,11 @@ def test_errors_say_what_to_write_instead(expression: str, help: str):
     ],
 )
 def test_what_is_too_large_is_refused_at_once(expression: str):
-    started = time.perf_counter()
+    started = time.process_time()
     result = asyncio.run(calc({"expression": expression}))
     assert result.outcome == ToolOutcome.ERROR
     assert len(result.content) < 300
-    assert time.perf_counter() - started < 0.25
+    assert time.process_time() - started < 0.25
 
 
 sums = st.recursive(

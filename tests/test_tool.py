@@ -243,7 +243,7 @@ def test_a_blocking_tool_does_not_stall_the_loop_and_an_inline_one_needs_no_thre
     @tool
     def blocks() -> int:
         """Block."""
-        time.sleep(0.2)
+        time.sleep(0.4)
         return threading.get_ident()
 
     @tool(inline=True)
@@ -254,7 +254,7 @@ def test_a_blocking_tool_does_not_stall_the_loop_and_an_inline_one_needs_no_thre
     async def main() -> None:
         started = time.perf_counter()
         results = await asyncio.gather(*(blocks({}) for _ in range(8)))
-        assert time.perf_counter() - started < 1.2
+        assert time.perf_counter() - started < 2.4  # one after another: 3.2 s
         assert str(threading.get_ident()) not in {result.content for result in results}
         assert (await quick({})).content == str(threading.get_ident())
 
