@@ -186,7 +186,7 @@ def test_an_episode_equals_the_one_shot_render(folder: Path, tool_format: str) -
     ids = sample(renderer, written)
     assert renderer.parse(ids, "stop").tool_calls == (CALL, second)
     tape += ids
-    results = [result("1081"), result("no, 北京 \n\n ok", "call_1")]
+    results = [result("1081"), result(" no, 北京 \n\n ok\n", "call_1")]
     tape += renderer.observation([*prompt, turn], results, context=tape).token_ids
     assert tape == renderer.prompt([*prompt, turn, *results])
 
