@@ -1,15 +1,16 @@
-"""The door to the engine: at most so many requests at once, and none while its weights are updated."""
+"""Who may go on when: requests to the engine, and episodes on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 
 class Gate:
-    """A semaphore that can be shut.
+    """The door to the engine: so many requests at once, and none while its weights are updated.
 
     Example:
         async with gate:            # a request
@@ -60,3 +61,29 @@ class Gate:
             yield
         finally:
             self._open.set()
+
+
+class Turnstile:
+    """Lets episodes compute one at a time, so that the loop serves others in between.
+
+    Many become ready at once (a batch starts, an engine answers a whole batch of requests); without
+    this the loop would run all of them before it looked at a socket or a timer.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def pass_through(self) -> None:
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._let_one_pass, loop)
+        await turn
+
+    def _let_one_pass(self, loop: asyncio.AbstractEventLoop) -> None:
+        turn = self._waiting.popleft()
+        if not turn.done():  # cancelled
+            turn.set_result(None)
+        if self._waiting:
+            loop.call_soon(self._let_one_pass, loop)

@@ -11,8 +11,8 @@ from agentrl.env import TextEnv
 from agentrl.protocols import EngineDied, EngineError
 from agentrl.rubric import Rubric
 from agentrl.types import Completion, StopReason, Task
-from rollout.episode import Episode, Stage, play
-from rollout.gate import Gate
+from rollout.episode import Episode, PromptMemo, Stage, play
+from rollout.gate import Gate, Turnstile
 from tests.engines import CountEnv, ScriptedEngine, byte_renderer, config, forever
 
 TASK = Task(id="t")
@@ -32,6 +32,8 @@ def stage_of(engine, make_env=CountEnv, *, rubric=None, generations=8, env_calls
         rubric=rubric,
         generation=Gate(generations),
         env_calls=asyncio.Semaphore(env_calls),
+        turnstile=Turnstile(),
+        prompt=PromptMemo(engine.renderer.prompt),
     )
 
 
@@ -419,3 +421,33 @@ def test_each_turn_has_a_sampling_seed_of_its_own(renderer):
 
     assert len(set(seeds(1) + seeds(2))) == 6
     assert seeds(1) == seeds(1)
+
+
+def test_many_ready_episodes_leave_the_loop_to_others_in_between():
+    async def run():
+        turnstile, order = Turnstile(), []
+
+        async def episode(number):
+            await turnstile.pass_through()
+            order.append(number)
+
+        async def other():
+            for _ in range(4):
+                await asyncio.sleep(0)
+                order.append("other")
+
+        tasks = [asyncio.create_task(episode(number)) for number in range(6)]
+        tasks[2].cancel()
+        await asyncio.gather(other(), *tasks, return_exceptions=True)
+        return order
+
+    order = asyncio.run(run())
+    assert [entry for entry in order if entry != "other"] == [0, 1, 3, 4, 5]
+    assert order.index("other") < order.index(4)
+
+
+def test_a_prompt_is_rendered_once_for_a_group():
+    calls = []
+    memo = PromptMemo(lambda messages: calls.append(1) or [len(messages)])
+    assert memo(["a"]) == memo(["a"]) == [1] and len(calls) == 1
+    assert memo(["a", "b"]) == [2] and len(calls) == 2
