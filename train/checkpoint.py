@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,15 @@ _POINTER = "latest"
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; older ones are as they were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What a checkpoint holds beside the learner's own state."""
+
+    step: int
+    rollouts: dict[str, Any]
+    metrics: dict[str, Any]
 
 
 def save_checkpoint(
@@ -45,6 +56,7 @@ def save_checkpoint(
         return final
     temporary = folder / f".writing-{learner.run_id}"
     try:
+        _require_plain({"rollouts": rollouts_state, "metrics": metrics_state})
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         learner.model.save_pretrained(temporary)
@@ -78,13 +90,8 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(
-    path: str | Path, learner: Learner
-) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Put weights and state into `learner`.
-
-    Returns:
-        The step, the state of the rollouts and the state of the metrics.
+def load_checkpoint(path: str | Path, learner: Learner) -> Checkpoint:
+    """Put weights and state into `learner`, and return the rest.
 
     Raises:
         CheckpointError: the folder is no complete checkpoint, or that of another model.
@@ -104,7 +111,7 @@ def load_checkpoint(
         learner.load_state_dict(state["learner"])
     except Exception as error:
         raise CheckpointError(f"checkpoint {path} cannot be resumed from: {error}") from error
-    return state["step"], state["rollouts"], state["metrics"]
+    return Checkpoint(step=state["step"], rollouts=state["rollouts"], metrics=state["metrics"])
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -129,6 +136,14 @@ def _marker(path: Path) -> str | None:
         return _read(path)["run_id"]
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _require_plain(state: dict[str, Any]) -> None:
+    """Fail now, not at the resume, where a value could not be read back safely."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True)
 
 
 def _free_name(folder: Path, name: str) -> Path:

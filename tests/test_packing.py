@@ -1,0 +1,176 @@
+"""Packed rows: what they hold, what they leave out, and that no sequence sees another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from agentrl.attention import register_attention
+from agentrl.trajectory import Trajectory, TrajectoryGroup
+from agentrl.types import Completion, StopReason, Task
+from train.logprobs import token_logprobs
+from train.packing import pack, single_sequence
+
+
+def tape(*parts, reward=1.0, stop_reason=StopReason.DONE, new_segments=()):
+    """A trajectory from parts that are observed and sampled in turn."""
+    trajectory = Trajectory()
+    for index, part in enumerate(parts):
+        if index % 2:
+            trajectory.act(
+                Completion(
+                    token_ids=list(part),
+                    logprobs=[-0.5] * len(part),
+                    finish_reason="stop",
+                    versions=(3, 3),
+                )
+            )
+        else:
+            trajectory.observe(list(part), new_segment=index in new_segments)
+    trajectory.reward, trajectory.stop_reason = reward, stop_reason
+    return trajectory
+
+
+def group(*trajectories):
+    return TrajectoryGroup(id="g", task=Task(id="t"), trajectories=list(trajectories))
+
+
+def pack_ones(*groups, budget=1000, **options):
+    advantages = [np.ones(len(g.trajectories)) for g in groups]
+    return pack(groups, advantages, micro_batch_tokens=budget, **options)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=register_attention(),
+    )
+    return LlamaForCausalLM(config)
+
+
+def test_a_group_lays_its_prompt_down_once():
+    batch = pack_ones(group(tape([5, 6], [7, 8]), tape([5, 6], [9])))
+    (row,) = batch.micro_batches
+    assert row.input_ids.tolist() == [5, 6, 7, 8, 9]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 2]
+    assert row.previous.tolist() == [-1, 0, 1, 2, 1]
+    assert row.trained.tolist() == [2, 3, 4]
+    assert row.trajectory_ids.tolist() == [0, 0, 1]
+    assert row.trajectory_tokens.tolist() == [2, 2, 1]
+    assert row.versions.tolist() == [3, 3, 3]
+    assert row.layout == ((2, (2, 1)),)
+    assert (batch.num_loss_tokens, batch.num_trajectories) == (3, 2)
+
+
+def test_exactly_the_sampled_tokens_are_trained():
+    """F003, F004: prompt P P P, then R R, then a tool's tokens, then R."""
+    (row,) = pack_ones(group(tape([1, 2, 3], [4, 5], [6, 7], [8], [9, 9]))).micro_batches
+    assert row.input_ids[row.trained].tolist() == [4, 5, 8]
+    assert row.input_ids[row.previous[row.trained]].tolist() == [3, 4, 7]
+    assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]  # the last observation is cut off
+
+
+def test_the_shared_prefix_ends_before_any_sampled_token():
+    # Both begin 5 6 7, but the second one sampled its 7.
+    (row,) = pack_ones(group(tape([5, 6, 7], [8]), tape([5, 6], [7, 9]))).micro_batches
+    assert row.layout == ((2, (2, 2)),)
+    assert row.input_ids[row.trained].tolist() == [8, 7, 9]
+
+
+def test_segments_of_a_trajectory_count_once():
+    trajectory = tape([1, 2], [3, 4], [1, 9], [5], new_segments=(2,))
+    batch = pack_ones(group(trajectory))
+    (row,) = batch.micro_batches
+    assert row.layout == ((1, (3, 2)),)
+    assert row.trajectory_tokens.tolist() == [3, 3, 3]
+    assert (batch.num_loss_tokens, batch.num_trajectories) == (3, 1)
+
+
+def test_unscored_trajectories_are_left_out_everywhere():
+    """F051, F056."""
+    broken = tape([1], [2], reward=None, stop_reason=StopReason.ENV_ERROR)
+    batch = pack_ones(group(tape([1], [2]), broken, tape([1], [2], reward=float("nan")), tape([1])))
+    assert (batch.num_loss_tokens, batch.num_trajectories) == (1, 1)
+    assert len(batch.micro_batches[0].trained) == 1
+
+
+def test_zero_advantages_are_counted_but_not_computed():
+    groups = [group(tape([1], [2, 3]), tape([1], [4]))]
+    batch = pack(groups, [np.array([0.0, 0.7])], micro_batch_tokens=100)
+    assert (batch.num_loss_tokens, batch.num_trajectories) == (3, 2)
+    assert batch.micro_batches[0].input_ids.tolist() == [1, 4]
+    kept = pack(groups, [np.zeros(2)], micro_batch_tokens=100, keep_zero_advantages=True)
+    assert len(kept.micro_batches[0].trained) == 3
+
+
+def test_masked_truncated_completions_stay_in_the_denominator():
+    cut = tape([1], [2, 3], stop_reason=StopReason.TURN_LENGTH)
+    batch = pack_ones(group(cut, tape([1], [4])), mask_truncated_completions=True)
+    assert (batch.num_loss_tokens, batch.num_trajectories) == (3, 2)
+    assert batch.micro_batches[0].input_ids.tolist() == [1, 4]
+
+
+def test_a_group_larger_than_the_budget_is_split_with_its_prefix():
+    members = [tape([1, 2, 3], [10 + i, 20 + i]) for i in range(5)]
+    batch = pack_ones(group(*members), budget=7)
+    assert [row.layout for row in batch.micro_batches] == [
+        ((3, (2, 2)),),
+        ((3, (2, 2)),),
+        ((0, (5,)),),
+    ]
+    trained = [t for row in batch.micro_batches for t in row.input_ids[row.trained].tolist()]
+    assert sorted(trained) == sorted([10 + i for i in range(5)] + [20 + i for i in range(5)])
+
+
+def test_rows_keep_to_the_budget_and_are_filled():
+    groups = [
+        group(tape([g] * 3, [7] * n), tape([g] * 3, [8] * n)) for g, n in ((1, 9), (2, 4), (3, 2))
+    ]
+    rows = pack_ones(*groups, budget=21).micro_batches
+    assert [len(row.input_ids) for row in rows] == [21, 18]
+
+
+def test_a_sequence_over_the_budget_says_what_to_change():
+    with pytest.raises(ValueError, match=r"12 tokens .*micro_batch_tokens=10.*at least 12"):
+        pack_ones(group(tape([1] * 5, [2] * 7)), budget=10)
+
+
+def test_a_packed_sequence_has_the_logprobs_it_has_alone(model):
+    """F018: alone, behind another row, and with a shared prompt."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 97, 6).tolist()
+    members = [tape(prompt, rng.integers(0, 97, n).tolist()) for n in (1, 5, 9)]
+    other = tape(rng.integers(0, 97, 4).tolist(), rng.integers(0, 97, 3).tolist())
+    (row,) = pack_ones(group(other), group(*members)).micro_batches
+    with torch.no_grad():
+        packed, _ = token_logprobs(model, row, 1.0)
+        for trajectory_id, trajectory in enumerate([other, *members]):
+            alone, _ = token_logprobs(model, single_sequence(trajectory.token_ids), 1.0)
+            mine = packed[row.trajectory_ids == trajectory_id]
+            torch.testing.assert_close(mine, alone[-len(mine) :], atol=1e-5, rtol=0)
+    batch = pack_ones(group(*members))
+    changed = [tape(prompt, [3] * 5), *members[1:]]
+    with torch.no_grad():
+        first, _ = token_logprobs(model, batch.micro_batches[0], 1.0)
+        second, _ = token_logprobs(model, pack_ones(group(*changed)).micro_batches[0], 1.0)
+    torch.testing.assert_close(first[1:], second[5:], atol=1e-6, rtol=0)
+
+
+def test_packed_attention_equals_transformers_own(model):
+    ids = torch.arange(11)[None]
+    reference = LlamaForCausalLM(model.config)
+    reference.load_state_dict(model.state_dict())
+    reference.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = reference(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        actual, _ = token_logprobs(model, single_sequence(ids[0].tolist()), 1.0)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
