@@ -263,9 +263,19 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     values = _parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"config file {path} holds no mapping of keys to values")
-    for override in overrides or []:
+    return make_config(parse_overrides(overrides or [], values))
+
+
+def parse_overrides(overrides: list[str], values: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Set `section.key=value` in a nested dictionary, by default an empty one.
+
+    Raises:
+        ConfigError: names the override.
+    """
+    values = {} if values is None else values
+    for override in overrides:
         _override(values, override)
-    return make_config(values)
+    return values
 
 
 def make_config(values: dict[str, Any]) -> RunConfig:

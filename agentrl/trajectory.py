@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agentrl.types import Completion, FinishReason, Message, StopReason, Task
@@ -164,8 +166,24 @@ class TrajectoryGroup:
         """[G], None where an episode was not scored."""
         return [trajectory.reward for trajectory in self.trajectories]
 
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready record of everything but the task's `info`."""
+        return {
+            "id": self.id,
+            "task": self.task.id,
+            "answer": self.task.answer,
+            "trajectories": [trajectory.to_dict() for trajectory in self.trajectories],
+        }
+
     @property
     def has_signal(self) -> bool:
         """Whether the scored rewards differ, so that an advantage can be other than zero."""
         scored = [reward for reward in self.rewards if reward is not None]
         return len(scored) > 1 and max(scored) - min(scored) > 1e-9
+
+
+def write_groups(path: Path, groups: Sequence[TrajectoryGroup]) -> None:
+    """A JSON line per group, tokens included."""
+    with path.open("w", encoding="utf-8") as file:
+        for group in groups:
+            file.write(json.dumps(group.to_dict(), ensure_ascii=False, default=str) + "\n")

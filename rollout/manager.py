@@ -42,7 +42,7 @@ from agentrl.types import StopReason
 from rollout.episode import Episode, PromptMemo, Stage, play, total_reward
 from rollout.gate import Gate, Turnstile
 from rollout.seeds import derive_seed
-from rollout.summary import summarize
+from agentrl.summary import summarize
 from rollout.tasks import Draw, TaskStream
 
 logger = logging.getLogger("agentrl")

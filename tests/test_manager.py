@@ -16,7 +16,7 @@ from agentrl.rubric import Rubric
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, Message, StopReason, Task
 from rollout.manager import RolloutError, RolloutManager
-from rollout.summary import summarize
+from agentrl.summary import summarize
 from rollout.tasks import TaskStream
 from tests.engines import CountEnv, ScriptedEngine, byte_renderer, config, forever, make_tasks
 
