@@ -1,7 +1,7 @@
 """What the rollout manager costs: 1,024 concurrent 4-turn episodes on an engine that takes no time.
 
-Prints turns per second on one core and how late the event loop wakes. `--tokenizer DIR` renders with that tokenizer
-instead of a byte-level one.
+Prints turns per second on one core and how late the event loop wakes. `--tokenizer DIR` renders
+with that tokenizer instead of a byte-level one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollout.tasks import TaskStream
 from tests.engines import CountEnv, ScriptedEngine, byte_renderer, config, make_tasks
 
 NUM_GROUPS, GROUP_SIZE, NUM_TURNS = 128, 8, 4
-MIN_TURNS_PER_SECOND, MAX_LAG_P99_S = 3_000, 0.050
+MIN_TURNS_PER_SECOND, MAX_LAG_P99_MS = 3_000, 50
 
 
 class Instant(ScriptedEngine):
@@ -80,9 +80,7 @@ def main() -> None:
     print(f"turns/s                {rate:8.0f}   (bar: at least {MIN_TURNS_PER_SECOND})")
     print(f"turns per CPU second   {statistics.median(cpu_rates):8.0f}")
     print(f"event-loop lag p50     {percentiles[49] * 1e3:8.1f} ms")
-    print(
-        f"event-loop lag p99     {percentiles[98] * 1e3:8.1f} ms (bar: below {MAX_LAG_P99_S * 1e3:.0f})"
-    )
+    print(f"event-loop lag p99     {percentiles[98] * 1e3:8.1f} ms (bar: below {MAX_LAG_P99_MS})")
     print(f"event-loop lag max     {max(lags) * 1e3:8.1f} ms")
 
 

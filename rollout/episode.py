@@ -1,6 +1,7 @@
 """One episode: reset, then sample a turn and step the env until it is over, then score and close.
 
-It ends in a `StopReason`, whatever happens; a fault leaves its cause in `trajectory.error` and its traceback in the log.
+It ends in a `StopReason`, whatever happens. A fault leaves its cause in `trajectory.error` and its
+traceback in the log.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import gymnasium
@@ -82,6 +83,10 @@ class Episode:
     def enter(self, phase: str) -> None:
         self.phase, self.since = phase, time.monotonic()
 
+    @property
+    def is_fault(self) -> bool:
+        return self.tape.stop_reason is not None and self.tape.stop_reason.is_fault
+
     def rubrics(self, stage: Stage) -> list[Rubric]:
         rubrics = (getattr(self.env and self.env.unwrapped, "rubric", None), stage.rubric)
         return [rubric for rubric in rubrics if rubric is not None]
@@ -96,7 +101,7 @@ class _Fault(Exception):
 async def play(episode: Episode, stage: Stage) -> Trajectory:
     """Play `episode` to its end, also where everything fails.
 
-    `reward` is None after a fault, and where a rubric scores whole groups: then `total_reward` is due after that.
+    `reward` is None after a fault, and as long as a rubric is still to score the whole group.
 
     Raises:
         EngineDied: there is no engine left to play with.
@@ -136,21 +141,22 @@ async def _turns(episode: Episode, stage: Stage) -> StopReason:
         tape.observe(stage.prompt(tape.messages))
     while True:
         context = tape.context
-        limits = {
-            StopReason.TURN_LENGTH: config.max_new_tokens,
-            StopReason.EPISODE_LENGTH: config.max_episode_tokens - tape.num_sampled_tokens,
-            StopReason.CONTEXT_LENGTH: config.max_context_tokens - len(context),
-        }
-        limit = min(limits, key=limits.__getitem__)
-        if limits[limit] <= 0:
+        max_new_tokens, limit = min(
+            (config.max_new_tokens, StopReason.TURN_LENGTH),
+            (config.max_episode_tokens - tape.num_sampled_tokens, StopReason.EPISODE_LENGTH),
+            (config.max_context_tokens - len(context), StopReason.CONTEXT_LENGTH),
+            key=itemgetter(0),
+        )
+        if max_new_tokens <= 0:
             if tape.turns:
                 return _end(tape, info, limit)
             raise _Fault(
                 StopReason.PROMPT_TOO_LONG,
-                f"the prompt has {len(context)} tokens, max_context_tokens={config.max_context_tokens}",
+                f"the prompt has {len(context)} tokens, "
+                f"max_context_tokens={config.max_context_tokens}",
             )
         sampling = Sampling(
-            max_new_tokens=limits[limit],
+            max_new_tokens=max_new_tokens,
             temperature=config.temperature,
             seed=derive_seed(episode.seed, len(tape.turns)),
             stop_token_ids=renderer.stop_token_ids,
@@ -254,7 +260,10 @@ async def _close(episode: Episode, stage: Stage) -> None:
 
 
 async def _call(env: Any, method: str, config: RolloutConfig, *args: Any, **kwargs: Any) -> Any:
-    """A method of `env`, on the loop where it is async, else in a thread; wrappers are plain functions either way."""
+    """Call a method of `env`: on the loop where it is async, else in a thread.
+
+    The env itself is asked which it is, because wrappers are plain functions either way.
+    """
     function = getattr(env, method)
     if not inspect.iscoroutinefunction(getattr(env.unwrapped, method)):
         return await run_in_thread(
@@ -263,23 +272,27 @@ async def _call(env: Any, method: str, config: RolloutConfig, *args: Any, **kwar
     return await function(*args, **kwargs)
 
 
-@contextmanager
-def _faults(error: StopReason, timeout: StopReason) -> Iterator[None]:
-    try:
-        yield
-    except (_Fault, EngineDied):
-        raise
-    except TimeoutError as cause:
-        raise _Fault(timeout, cause) from cause
-    except Exception as cause:
-        raise _Fault(error, cause) from cause
+class _faults:
+    """Whatever is raised inside becomes a fault: `error`, or `timeout` where a deadline passed.
+
+    Classes, here and below: generators would double what the manager spends on a turn.
+    """
+
+    __slots__ = ("error", "timeout")
+
+    def __init__(self, error: StopReason, timeout: StopReason) -> None:
+        self.error, self.timeout = error, timeout
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, cause: BaseException | None, trace: Any) -> None:
+        if isinstance(cause, Exception) and not isinstance(cause, _Fault | EngineDied):
+            reason = self.timeout if isinstance(cause, TimeoutError) else self.error
+            raise _Fault(reason, cause) from cause
 
 
 class _work:
-    """Something that waits: for its turn while the episode's clock stands still, then for a deadline.
-
-    A class, because a generator would cost a third of what the manager spends on a turn.
-    """
+    """Something that waits: for a slot with the episode's clock stopped, then to a deadline."""
 
     __slots__ = ("began", "deadline", "episode", "phase", "slots", "timeout_s", "timing")
 

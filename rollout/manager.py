@@ -1,21 +1,21 @@
 """The owner of the event loop on which all episodes run; behind it, rollouts are synchronous.
 
-    learner's thread                    event loop (a daemon thread)
+    learner's thread                  event loop (a daemon thread)
 
-    next_groups(n)  ---- waits for ---> n slots          a slot plays groups until one is fit to train on
-                                          |  waits for
-                                        G members        a member plays an episode again while faults spoil it
-                                          |  waits for
-                                        episode          waits, under deadlines, for one of
-                                          |- gate --> engine.generate      at most max_concurrent_generations
-                                          `- env_calls --> env and rewards at most max_concurrent_env_calls
-    update_weights  ---- waits for ---> gate shut, no request in flight, engine.update_weights, gate open
+    next_groups(n) --- waits for ---> n slots     each plays groups until one is fit to train on
+                                        |  waits for
+                                      G members   each plays an episode, again while faults spoil it
+                                        |  waits for
+                                      episode     waits, under deadlines, for one of
+                                        |- gate       max_concurrent_generations --> engine
+                                        `- env_calls  max_concurrent_env_calls --> env, rewards
+    update_weights --- waits for ---> gate shut, nothing in flight, engine.update_weights, gate open
 
-With `max_staleness=0` no slot lives between two calls. Otherwise `(max_staleness + 1) * n` groups are alive at most,
-those that the learner holds included, and slots go on while it trains.
+With `max_staleness=0` no slot lives between two calls. Otherwise `(max_staleness + 1) * n` groups
+are alive at most, those that the learner holds included, and slots go on while it trains.
 
-With `oversampling > 1` the groups that are complete first make the batch and the others are aborted. This favours
-short episodes.
+With `oversampling > 1` the groups that are complete first make the batch and the others are
+aborted. This favours short episodes.
 """
 
 from __future__ import annotations
@@ -36,27 +36,20 @@ from agentrl.config import EvalConfig, RolloutConfig
 from agentrl.metrics import MeanMetrics
 from agentrl.protocols import Engine, Weights
 from agentrl.renderer import Renderer
-from agentrl.rubric import RewardError, Rubric
-from agentrl.trajectory import Trajectory, TrajectoryGroup
-from agentrl.types import StopReason
-from rollout.episode import Episode, PromptMemo, Stage, play, total_reward
-from rollout.gate import Gate, Turnstile
-from rollout.seeds import derive_seed
+from agentrl.rubric import Rubric
 from agentrl.summary import summarize
+from agentrl.trajectory import Trajectory, TrajectoryGroup
+from rollout.episode import PromptMemo, Stage
+from rollout.faults import FaultBudget, RolloutError
+from rollout.gate import Gate, Turnstile
+from rollout.group import CLOSE_S, GroupPlayer, cancel
 from rollout.tasks import Draw, TaskStream
+from rollout.watch import Watch
 
 logger = logging.getLogger("agentrl")
 
-CLOSE_S = 5.0  # what cancelled episodes get to close their envs
-HEARTBEAT_S = 0.05
-LAG_ALARM_S = 1.0
-
 T = TypeVar("T")
 MakeEnv = Callable[[], gymnasium.Env[Any, Any]]
-
-
-class RolloutError(RuntimeError):
-    """Rollouts that cannot go on, with the most common cause."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,8 +63,9 @@ class _Slot:
 class RolloutManager:
     """Implements `agentrl.protocols.Rollouts`.
 
-    `on_episode` sees each attempt at an episode that ended, on the event loop: it must be quick. An error in it stops
-    the run. Sampling seeds follow from `seed` and the numbers of draw, member, attempt and turn.
+    `on_episode` sees each attempt at an episode that ended, on the event loop: it must be quick. An
+    error in it stops the run. Sampling seeds follow from `seed` and the numbers of draw, member,
+    attempt and turn.
 
     Raises:
         ValueError: fewer tasks than a batch takes, or options that exclude each other.
@@ -90,47 +84,66 @@ class RolloutManager:
         eval_tasks: TaskStream | None = None,
         rubric: Rubric | None = None,
         seed: int = 0,
-        on_episode: Callable[[Trajectory], None] | None = None,
+        on_episode: Callable[[Trajectory], None] = lambda tape: None,
     ) -> None:
         if config.oversampling > 1 and config.max_staleness > 0:
             raise ValueError(
-                "rollout.oversampling > 1 aborts the slowest groups, rollout.max_staleness > 0 keeps them for the "
-                "next batch: set one of them only"
+                "rollout.oversampling > 1 aborts the slowest groups, rollout.max_staleness > 0 "
+                "keeps them for the next batch: set one of them only"
             )
         eval_config = eval_config or EvalConfig()
         tasks.require(config.prompts_per_step, "rollout.prompts_per_step")
         if eval_tasks is not None:
             eval_tasks.require(eval_config.num_tasks, "eval.num_tasks")
-        self._config, self._eval_config = config, eval_config
-        self._engine, self._seed, self._on_episode = engine, seed, on_episode
-        self._tasks, self._eval_tasks = tasks, eval_tasks
-        self._stage = Stage(
+        self._config, self._engine = config, engine
+        self._tasks = tasks
+        self._eval_tasks, self._num_eval_tasks = eval_tasks, eval_config.num_tasks
+        self._metrics = MeanMetrics()
+        self._faults = FaultBudget(config, self._metrics)
+        self._watch = Watch(config.watchdog_s)
+        self._gate = Gate(config.max_concurrent_generations)
+        stage = Stage(
             engine=engine,
             make_env=make_env,
             renderer=renderer,
             config=config,
             rubric=rubric,
-            generation=Gate(config.max_concurrent_generations),
+            generation=self._gate,
             env_calls=asyncio.Semaphore(config.max_concurrent_env_calls),
             turnstile=Turnstile(),
             prompt=PromptMemo(renderer.prompt),
         )
-        self._eval_stage = replace(
-            self._stage,
-            make_env=eval_make_env or make_env,
-            config=config.model_copy(update={"temperature": eval_config.temperature}),
+
+        def on_train_episode(tape: Trajectory) -> None:
+            on_episode(tape)
+            self._faults.count(tape)
+
+        self._player = GroupPlayer(
+            stage=stage,
+            kind="train",
+            num_generations=config.num_generations,
+            seed=seed,
+            pending=self._watch.pending,
+            on_episode=on_train_episode,
+            on_fault=self._faults.count,
+        )
+        self._eval_player = replace(
+            self._player,
+            stage=replace(
+                stage,
+                make_env=eval_make_env or make_env,
+                config=config.model_copy(update={"temperature": eval_config.temperature}),
+            ),
+            kind="eval",
+            num_generations=eval_config.num_generations,
+            on_episode=on_episode,
+            on_fault=lambda tape: None,
         )
         self._slots: dict[asyncio.Task[TrajectoryGroup | None], _Slot] = {}
         self._replay: list[int] = []  # draws that were in flight when the run stopped
         self._batch_size = config.prompts_per_step
-        self._num_attempts, self._num_dropped = 0, 0  # since the last batch
-        self._faults: Counter[StopReason] = Counter()
-        self._causes: dict[StopReason, str] = {}
-        self._pending: dict[str, Episode] = {}
-        self._metrics = MeanMetrics()
         self._sampled: list[TrajectoryGroup] = []  # all of them since the last pop
         self._waited_s, self._popped_at = 0.0, time.perf_counter()
-        self._lag_s = 0.0
 
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -138,18 +151,16 @@ class RolloutManager:
             target=self._loop.run_forever, name="agentrl-rollouts", daemon=True
         )
         self._thread.start()
-        self._watchers = [
+        for watch in (self._watch.progress, self._watch.lag):
             asyncio.run_coroutine_threadsafe(watch(), self._loop)
-            for watch in (self._watch, self._measure_lag)
-        ]
 
     # The learner's side.
 
     def next_groups(self, num_groups: int) -> list[TrajectoryGroup]:
         """Wait for `num_groups` groups, in the order of their draws.
 
-        Fewer, possibly none, where groups without signal were not to be had otherwise (dynamic sampling). Episodes
-        with a fault stay in their group, with `reward` None.
+        Fewer, possibly none, where dynamic sampling found no more groups with signal. Episodes with
+        a fault stay in their group, with `reward` None.
 
         Raises:
             RolloutError: too many episodes failed.
@@ -158,7 +169,10 @@ class RolloutManager:
         return self._cross(self._next_groups(num_groups))
 
     def evaluate(self) -> list[TrajectoryGroup]:
-        """Play the held-out tasks, always the same with the same seeds; faults stay in the groups, unscored."""
+        """Play the held-out tasks, always the same with the same seeds.
+
+        Episodes with a fault stay in their group, with `reward` None.
+        """
         return self._cross(self._evaluate())
 
     def update_weights(self, weights: Weights, version: int) -> None:
@@ -176,7 +190,10 @@ class RolloutManager:
         )
 
     def pop_metrics(self) -> dict[str, float]:
-        """What was counted and timed since the last call, over all episodes sampled, also those not trained on."""
+        """Counts, means and times since the last call, over all groups sampled, trained on or not.
+
+        `time/<part>` are seconds and split `time/rollout` as the episodes spent theirs.
+        """
         return self._cross(self._pop_metrics())
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,7 +223,7 @@ class RolloutManager:
         self.close()
 
     def _cross(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run on the event loop and wait; Ctrl-C cancels it there and waits until all is cleaned up."""
+        """Run on the event loop and wait; Ctrl-C cancels it there and waits for the clean-up."""
         if self._closed:
             coroutine.close()
             raise RuntimeError("the rollout manager is closed")
@@ -231,8 +248,7 @@ class RolloutManager:
     async def _next_groups(self, num_groups: int) -> list[TrajectoryGroup]:
         config = self._config
         self._batch_size = num_groups
-        self._num_attempts, self._num_dropped = 0, 0
-        self._faults.clear()
+        self._faults.start_batch(num_groups)
         began = time.perf_counter()
         batch: list[tuple[int, TrajectoryGroup]] = []
         try:
@@ -283,18 +299,18 @@ class RolloutManager:
 
     async def _cancel_slots(self) -> None:
         slots, self._slots = self._slots, {}
-        await _cancel(slots)
+        await cancel(slots)
 
     async def _fill(self, slot: _Slot) -> TrajectoryGroup | None:
-        """Play groups until one is fit to train on; None if the refills for groups without signal are used up."""
+        """Play groups until one is fit to train on; None if the refills for signal are used up."""
         config = self._config
         while True:
-            group = await self._play_group(slot.draw, f"g{slot.draw.number}", self._stage)
+            group = await self._player.play(slot.draw)
             self._sampled.append(group)
             num_scored = sum(reward is not None for reward in group.rewards)
             self._metrics.add("rollout/group_size", num_scored)
             if num_scored < config.min_group_size:
-                self._drop()
+                self._faults.drop_group()
             elif config.dynamic_sampling_rounds == 0 or group.has_signal:
                 return group
             else:
@@ -304,133 +320,29 @@ class RolloutManager:
                 slot.num_refills += 1
             slot.draw = self._draw()
 
-    def _drop(self) -> None:
-        self._metrics.count("rollout/dropped_groups")
-        self._num_dropped += 1
-        # Also where single faults spoil every group, refills must end.
-        if self._num_dropped > self._batch_size * self._config.max_attempts:
-            raise RolloutError(
-                f"{self._num_dropped} groups in a row of one batch had fewer than rollout.min_group_size="
-                f"{self._config.min_group_size} episodes without fault; {self._common_cause()}"
-            )
-
-    async def _play_group(self, draw: Draw, id: str, stage: Stage) -> TrajectoryGroup:
-        """All members at once, so that an engine can share their prompt. An error of one ends the others first."""
-        training = stage is self._stage
-        size = (self._config if training else self._eval_config).num_generations
-        members = [
-            asyncio.create_task(self._play_member(draw, f"{id}-{member}", member, stage))
-            for member in range(size)
-        ]
-        try:
-            episodes = await asyncio.gather(*members)
-        except BaseException:
-            await _cancel(members)
-            raise
-        group = TrajectoryGroup(
-            id=id, task=draw.task, trajectories=[episode.tape for episode in episodes]
-        )
-        await self._score_group(group, episodes, stage)
-        return group
-
-    async def _play_member(self, draw: Draw, id: str, member: int, stage: Stage) -> Episode:
-        training = stage is self._stage
-        for attempt in range(self._config.max_attempts):
-            episode = Episode(
-                id=f"{id}-retry{attempt}" if attempt else id,
-                task=draw.task,
-                env_seed=draw.env_seed,
-                seed=derive_seed(
-                    self._seed, "train" if training else "eval", draw.number, member, attempt
-                ),
-            )
-            self._pending[episode.id] = episode
-            try:
-                tape = await play(episode, stage)
-            finally:
-                del self._pending[episode.id]
-            if self._on_episode is not None:
-                self._on_episode(tape)
-            assert tape.stop_reason is not None
-            if training:
-                self._count_attempt(tape.stop_reason, tape.error)
-            if not tape.stop_reason.is_fault or tape.stop_reason is StopReason.PROMPT_TOO_LONG:
-                break
-        return episode
-
-    def _count_attempt(self, reason: StopReason, error: str) -> None:
-        self._num_attempts += 1
-        if reason.is_fault:
-            self._metrics.count(f"rollout/faults/{reason}")
-            self._faults[reason] += 1
-            self._causes[reason] = error
-        limit = self._config.max_fault_fraction
-        if (
-            self._num_attempts >= self._batch_size * self._config.num_generations
-            and self._faults.total() > limit * self._num_attempts
-        ):
-            raise RolloutError(
-                f"{self._faults.total()} of {self._num_attempts} episodes failed, more than "
-                f"rollout.max_fault_fraction={limit:g}; {self._common_cause()}"
-            )
-
-    def _common_cause(self) -> str:
-        common = self._faults.most_common(1)
-        return "".join(
-            f"most often ({n} times) {reason}: {self._causes[reason]}" for reason, n in common
-        )
-
-    async def _score_group(
-        self, group: TrajectoryGroup, episodes: list[Episode], stage: Stage
-    ) -> None:
-        """Run the rewards that compare episodes, on those without fault. Their envs are closed by now."""
-        sound = [e for e in episodes if e.tape.stop_reason and not e.tape.stop_reason.is_fault]
-        rubrics = sound[0].rubrics(stage) if sound else []
-        if not any(rubric.scores_groups for rubric in rubrics):
-            return
-        scored = TrajectoryGroup(id=group.id, task=group.task, trajectories=[e.tape for e in sound])
-        envs = [episode.env and episode.env.unwrapped for episode in sound]
-        try:
-            for rubric in rubrics:
-                async with stage.env_calls, asyncio.timeout(self._config.score_timeout_s):
-                    rewards = await rubric.score_group(scored, envs)
-                for tape, named in zip(scored.trajectories, rewards, strict=True):
-                    tape.rewards |= named
-            for tape in scored.trajectories:
-                tape.reward = total_reward(tape, rubrics)
-        except (RewardError, TimeoutError) as error:
-            logger.warning("group %s: scoring failed: %s", group.id, error, exc_info=error)
-            for tape in scored.trajectories:
-                tape.reward, tape.stop_reason = None, StopReason.REWARD_ERROR
-                tape.error = f"{type(error).__name__}: {error}"
-                if stage is self._stage:
-                    self._count_attempt(tape.stop_reason, tape.error)
-
     async def _evaluate(self) -> list[TrajectoryGroup]:
-        tasks, num_tasks = self._eval_tasks, self._eval_config.num_tasks
+        tasks, num_tasks = self._eval_tasks, self._num_eval_tasks
         if tasks is None or not num_tasks:
             return []
         groups = [
-            asyncio.create_task(
-                self._play_group(tasks.draw(number), f"eval{number}", self._eval_stage)
-            )
+            asyncio.create_task(self._eval_player.play(tasks.draw(number)))
             for number in range(num_tasks)
         ]
         try:
             return await asyncio.gather(*groups)
         except BaseException:
-            await _cancel(groups)
+            await cancel(groups)
             raise
 
     async def _update_weights(self, weights: Weights, version: int) -> None:
-        gate = self._stage.generation
         try:
-            # Each request has this deadline itself; one that lives on does not heed its cancellation.
-            async with gate.shut(self._config.generate_timeout_s + CLOSE_S):
+            # Each request has this deadline itself; one that lives on is deaf to its cancellation.
+            async with self._gate.shut(self._config.generate_timeout_s + CLOSE_S):
                 await self._engine.update_weights(weights, version)
         except TimeoutError as error:
             raise RolloutError(
-                f"{gate.in_flight} requests did not end, so the weights could not be updated\n{self._table()}"
+                f"{self._gate.in_flight} requests did not end, so the weights could not be "
+                f"updated\n{self._watch.table()}"
             ) from error
         if self._config.max_staleness > 0 and self._slots:
             self._start_slots(self._num_alive_allowed)
@@ -458,8 +370,8 @@ class RolloutManager:
             metrics["rollout/tokens_per_second"] = (
                 sum(t.num_sampled_tokens for t in tapes) / elapsed
             )
-        metrics["rollout/event_loop_lag"] = self._lag_s
-        self._waited_s, self._popped_at, self._lag_s = 0.0, now, 0.0
+        metrics["rollout/event_loop_lag"] = self._watch.lag_s
+        self._waited_s, self._popped_at, self._watch.lag_s = 0.0, now, 0.0
         return metrics
 
     async def _state_dict(self) -> dict[str, Any]:
@@ -468,59 +380,9 @@ class RolloutManager:
 
     async def _shut_down(self) -> None:
         # All at once: a call that still waits for slots must not see them vanish first.
-        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
+        await cancel(asyncio.all_tasks() - {asyncio.current_task()})
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self._engine.close()
         except TimeoutError:
             logger.warning("the engine did not close within %g s", CLOSE_S)
-
-    async def _watch(self) -> None:
-        """Print what is pending when nothing has moved for `watchdog_s`."""
-        limit, printed = self._config.watchdog_s, 0.0
-        while True:
-            await asyncio.sleep(limit / 4)
-            moved = max((episode.since for episode in self._pending.values()), default=math.inf)
-            now = time.monotonic()
-            if now - max(moved, printed) > limit:
-                printed = now
-                logger.warning(
-                    "no progress for %.0f s; pending episodes:\n%s", now - moved, self._table()
-                )
-
-    def _table(self) -> str:
-        now = time.monotonic()
-        rows = [f"{'episode':<16} {'phase':<18} {'age':>8} {'turn':>4}"]
-        for episode in sorted(self._pending.values(), key=lambda episode: episode.since):
-            age, turn = f"{now - episode.since:.1f} s", len(episode.tape.turns)
-            rows.append(f"{episode.id:<16} {episode.phase:<18} {age:>8} {turn:>4}")
-        return "\n".join(rows)
-
-    async def _measure_lag(self) -> None:
-        """How late the loop wakes: a blocking call on it stalls every episode."""
-        alarmed = False
-        while True:
-            due = time.perf_counter() + HEARTBEAT_S
-            await asyncio.sleep(HEARTBEAT_S)
-            lag = time.perf_counter() - due
-            self._lag_s = max(self._lag_s, lag)
-            if lag > LAG_ALARM_S and not alarmed:
-                alarmed = True
-                logger.warning("the event loop stood still for %.1f s: something blocks it", lag)
-
-
-async def _cancel(tasks: Any) -> None:
-    """Cancel and await; what clings to life after `CLOSE_S` is cancelled out of its cleaning up."""
-    tasks = list(tasks)
-    for grace in (CLOSE_S, 1.0):
-        for task in tasks:
-            task.cancel()
-        if not tasks:
-            return
-        done, pending = await asyncio.wait(tasks, timeout=grace)
-        for task in done:
-            if not task.cancelled():
-                task.exception()  # retrieved: the first error is the one that is raised
-        tasks = list(pending)
-    if tasks:
-        logger.warning("%d tasks did not end when cancelled", len(tasks))

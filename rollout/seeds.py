@@ -1,4 +1,4 @@
-"""Seeds as pure functions of what they are for, so that a replay draws the same ones whatever the timing."""
+"""Seeds as functions of what they are for: a replay draws the same ones, whatever the timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scripted engine, a byte-level renderer and small envs, for the tests and benchmarks of rollouts."""
+"""A scripted engine, a byte-level renderer and small envs, to test and measure rollouts with."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ScriptedEngine:
             self.in_flight -= 1
         if isinstance(reply, Completion):
             return reply
-        ids = self.encode(reply) + [self.renderer.stop_token_ids[0]]
+        ids = [*self.encode(reply), self.renderer.stop_token_ids[0]]
         cut = ids[: sampling.max_new_tokens]
         return Completion(
             token_ids=cut,

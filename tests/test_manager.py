@@ -13,10 +13,11 @@ import pytest
 from agentrl.config import EvalConfig
 from agentrl.protocols import EngineDied
 from agentrl.rubric import Rubric
+from agentrl.summary import summarize
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, Message, StopReason, Task
-from rollout.manager import RolloutError, RolloutManager
-from agentrl.summary import summarize
+from rollout.faults import RolloutError
+from rollout.manager import RolloutManager
 from rollout.tasks import TaskStream
 from tests.engines import CountEnv, ScriptedEngine, byte_renderer, config, forever, make_tasks
 
@@ -191,19 +192,19 @@ def test_an_infrastructure_fault_is_no_reward_of_zero(renderer):
 def test_refills_end_where_every_group_loses_a_member(renderer):
     """A fault fraction under its limit that still spoils all groups."""
 
-    class First(CountEnv):
-        members: Counter = Counter()
+    members: Counter[int] = Counter()
 
+    class First(CountEnv):
         async def reset(self, *, seed=None, options=None):
-            self.members[seed] += 1
-            if self.members[seed] == 1:
+            members[seed] += 1
+            if members[seed] == 1:
                 raise ValueError("first")
             return await super().reset(seed=seed, options=options)
 
     rollout = {"num_generations": 4, "min_group_size": 4}
     with (
         manager_of(ScriptedEngine(renderer), First, rollout=rollout) as manager,
-        pytest.raises(RolloutError, match="min_group_size=4.*ValueError: first"),
+        pytest.raises(RolloutError, match=r"min_group_size=4.*ValueError: first"),
     ):
         manager.next_groups(2)
 
@@ -388,7 +389,8 @@ def test_weights_change_in_between_requests(renderer):
 
 
 def test_a_request_that_will_not_end_fails_the_update(renderer, monkeypatch):
-    monkeypatch.setattr("rollout.manager.CLOSE_S", 0.2)
+    for module in ("rollout.manager", "rollout.group"):
+        monkeypatch.setattr(f"{module}.CLOSE_S", 0.2)
     stuck = threading.Event()
 
     async def script(request):
@@ -454,7 +456,8 @@ def test_closing_ends_everything_within_seconds(renderer):
 
 
 def test_an_env_that_will_not_close_does_not_hold_up_the_end(renderer, monkeypatch):
-    monkeypatch.setattr("rollout.manager.CLOSE_S", 0.2)
+    for module in ("rollout.manager", "rollout.group"):
+        monkeypatch.setattr(f"{module}.CLOSE_S", 0.2)
 
     class Clinging(CountEnv):
         async def close(self):
@@ -480,9 +483,9 @@ def test_a_standstill_prints_what_is_pending(renderer, caplog):
         stuck = TaskStream(make_tasks(40), 0).draw(1).env_seed
 
     rollout = {"watchdog_s": 0.3, "env_timeout_s": 1.2}
-    with caplog.at_level(logging.WARNING, "agentrl"):
-        with manager_of(ScriptedEngine(renderer), Stuck, rollout=rollout) as manager:
-            manager.next_groups(2)
+    caplog.set_level(logging.WARNING, "agentrl")
+    with manager_of(ScriptedEngine(renderer), Stuck, rollout=rollout) as manager:
+        manager.next_groups(2)
     tables = [r.getMessage() for r in caplog.records if "no progress" in r.getMessage()]
     assert tables and "g1-0" in tables[0] and "step" in tables[0] and "g0-0" not in tables[0]
 
