@@ -120,7 +120,6 @@ class CountEnv(TextEnv):
         self.closed = 0
 
     async def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
         self.turn = 0
         self.seed = seed
         self.task: Task = (options or {})["task"]
