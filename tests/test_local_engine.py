@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl.attention import register_attention
-from agentrl.protocols import EngineError
+from agentrl.protocols import EngineDied, EngineError
 from agentrl.types import Sampling
-from rollout.engines.local import LocalEngine, sample
+from rollout.engines.local import LocalEngine, fast_dtype, sample
 
 STOP = 3
 
@@ -244,7 +244,7 @@ def test_a_cancelled_request_leaves_the_batch_and_its_neighbours_finish(model):
 
 
 def test_new_weights_never_meet_old_keys(model, reference):
-    """F070: the same prompt after an update gives the new model's logprobs, shared weights or copied."""
+    """F070: the same prompt after an update gives the new model's logprobs."""
     changed = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in changed.parameters():
@@ -314,7 +314,7 @@ def test_a_dead_engine_fails_its_requests_and_names_the_cause(model):
     async def play(engine):
         broken.model.forward = explode
         for _ in range(2):
-            with pytest.raises(EngineError, match="out of memory"):
+            with pytest.raises(EngineDied, match="out of memory"):
                 await asyncio.wait_for(
                     engine.generate(prompt_of(1, 5), Sampling(max_new_tokens=2), session="a"), 5
                 )
@@ -356,3 +356,11 @@ def test_truncated_sampling_reports_the_truncated_distribution(options, support,
     tokens, logprobs = sample(logits, samplings, [0] * 300)
     assert set(tokens) == support
     assert logprobs[tokens.index(0)] == pytest.approx(first, abs=1e-6)
+
+
+def test_bfloat16_is_chosen_only_where_the_hardware_multiplies_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda fast=fast: fast)
+        assert fast_dtype() is expected

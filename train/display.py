@@ -52,7 +52,7 @@ class Display:
         self._start = time.monotonic()
         self._first_step: int | None = None  # the step this process began with
         self._step = 0
-        self._phase = "starting"
+        self.current_phase = "starting"
         self._progress: tuple[int, int] | None = None
         self._metrics: dict[str, float] = {}
         self._courses: dict[str, list[float]] = {"correct": [], "reward": []}
@@ -73,7 +73,7 @@ class Display:
 
     def phase(self, name: str) -> None:
         """Say what the run does now."""
-        self._phase, self._progress = name, None
+        self.current_phase, self._progress = name, None
 
     def progress(self, done: int, total: int) -> None:
         """Say how far the phase is."""
@@ -109,7 +109,7 @@ class Display:
 
     def finish(self, summary: Iterable[str]) -> None:
         """End the live picture, which stays as it is, and print the summary."""
-        self._phase, self._progress = "done", None
+        self.current_phase, self._progress = "done", None
         self._live.stop()
         for line in summary:
             self._print(line)
@@ -164,10 +164,10 @@ class Display:
         clock = f"{self._step}/{self.max_steps} · elapsed {elapsed} · ETA {self._eta()}"
         table.add_row("step", _bar(self._step, self.max_steps, clock))
         if self._progress is None:
-            table.add_row("now", _one_line(self._phase))
+            table.add_row("now", _one_line(self.current_phase))
         else:
             done, total = self._progress
-            table.add_row("now", _bar(done, total, f"{self._phase} {done}/{total}"))
+            table.add_row("now", _bar(done, total, f"{self.current_phase} {done}/{total}"))
         for name, style in (("correct", "bold green"), ("reward", "green")):
             if course := self._courses[name]:
                 text = Text(f"{course[-1]:5.2f} ", style)

@@ -1,0 +1,148 @@
+"""Plays the held-out tasks of any env with any model, and says how good it is.
+
+python -m rollout.evaluate model.name_or_path=runs/calculator/checkpoints/checkpoint-000012 \\
+    env.id=agentrl/GSM8K-v0 eval.num_tasks=100 eval.num_generations=4 eval.temperature=1.0
+
+Keys are those of a training config, which `--config` takes too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import mean, stdev
+
+# Threads that spin while they wait keep those that work from their cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from agentrl.config import ConfigError, RunConfig, load_config, make_config, parse_overrides
+from agentrl.env import EnvNotFound, make_env
+from agentrl.models import ModelError
+from agentrl.protocols import EngineDied
+from agentrl.renderer import Renderer, RendererError
+from agentrl.rubric import load_rewards
+from agentrl.summary import summarize
+from agentrl.trajectory import TrajectoryGroup, write_groups
+from rollout.engines.local import load_engine
+from rollout.manager import RolloutError, RolloutManager
+from rollout.tasks import TaskStream
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: done. 1: failed on the way. 2: bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rollout.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="a YAML file")
+    parser.add_argument(
+        "--output", metavar="DIR", default="runs/evaluation", help="gets the figures and episodes"
+    )
+    parser.add_argument("--pass-reward", type=float, default=1.0, help="an episode's, to pass")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        config = (
+            load_config(options.config, options.overrides)
+            if options.config
+            else make_config(parse_overrides(options.overrides))
+        )
+        if config.eval.num_tasks == 0:
+            raise ConfigError("eval.num_tasks is 0: say how many tasks to play")
+        groups = play(config)
+    except (ConfigError, EnvNotFound, RendererError, ModelError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (RolloutError, EngineDied) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = evaluation(groups, options.pass_reward)
+    (folder / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_groups(folder / "trajectories.jsonl", groups)
+    table = Table(title=f"{config.model.name_or_path} on {config.env.id}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4g}")
+    console = Console()
+    console.print(table)
+    console.print(f"episodes and figures: {folder}")
+    return 0
+
+
+def play(config: RunConfig) -> list[TrajectoryGroup]:
+    """The groups of the held-out tasks, one per task."""
+    kwargs = config.env.kwargs | config.eval.env_kwargs
+    env = make_env(config.env.id, **kwargs).unwrapped
+    engine, tokenizer = load_engine(config.model.name_or_path, config.rollout)
+    renderer = Renderer(
+        tokenizer,
+        tool_format=config.rollout.tool_format,
+        tools=[tool.schema for tool in getattr(env, "tools", ())],
+        history=config.rollout.history,
+    )
+    console = Console(stderr=True)
+    console.print(renderer.probe())
+    tasks = TaskStream(getattr(env, "tasks", lambda split: None)("test"), 0)
+    with Progress(console=console) as progress:
+        bar = progress.add_task("episodes", total=config.eval.num_tasks * config.eval.num_generations)
+        try:
+            rollouts = RolloutManager(
+                engine=engine,
+                make_env=partial(make_env, config.env.id, **kwargs),
+                renderer=renderer,
+                config=config.rollout.model_copy(update={"prompts_per_step": 1}),
+                tasks=tasks,
+                eval_config=config.eval,
+                eval_tasks=tasks,
+                rubric=load_rewards(config.env.reward_funcs, config.env.reward_weights),
+                seed=config.seed,
+                on_episode=lambda _: progress.advance(bar),
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        with rollouts:
+            return rollouts.evaluate()
+
+
+def evaluation(groups: Sequence[TrajectoryGroup], pass_reward: float) -> dict[str, float]:
+    """Means over tasks, the standard error of the mean reward, and pass@k for k = 1, 2, 4, ….
+
+    Episodes of one task are not independent, so the standard error is that of the tasks' means.
+    """
+    figures = summarize(groups)
+    by_task = [[reward for reward in group.rewards if reward is not None] for group in groups]
+    by_task = [rewards for rewards in by_task if rewards]
+    means = [mean(rewards) for rewards in by_task]
+    if len(means) > 1:
+        figures["reward_standard_error"] = stdev(means) / math.sqrt(len(means))
+    k = 1
+    while by_task and k <= min(map(len, by_task)):
+        figures[f"pass@{k}"] = mean(
+            pass_at_k(len(rewards), sum(reward >= pass_reward for reward in rewards), k)
+            for rewards in by_task
+        )
+        k *= 2
+    return figures
+
+
+def pass_at_k(n: int, num_passed: int, k: int) -> float:
+    """The chance that one of `k` episodes drawn from these `n` passed (Chen et al. 2021, eq. 1)."""
+    return 1.0 - math.comb(n - num_passed, k) / math.comb(n, k)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The algorithm: sample groups, learn from them, hand the new weights to the engine, again.
+
+    groups   <- rollouts.next_groups(n)      G episodes per task, rewards and engine logprobs with them
+    metrics  <- learner.update(groups)       advantages, packing, policy loss, one optimizer step
+    rollouts <- learner.weights(), version   verified by the logprobs of a probe
+
+Between two of these lines nothing is half done: a checkpoint holds the state between two batches, and Ctrl-C waits for
+the end of an update.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from agentrl.config import RunConfig
+from agentrl.protocols import Rollouts
+from agentrl.summary import summarize
+from agentrl.trajectory import TrajectoryGroup
+from train.checkpoint import Checkpoint
+from train.display import Display
+from train.learner import Learner
+from train.record import RunRecord
+
+PROBE_TOKENS = 64
+
+
+class SyncError(RuntimeError):
+    """The engine does not sample with the weights it was given."""
+
+
+def train(
+    config: RunConfig,
+    learner: Learner,
+    rollouts: Rollouts,
+    record: RunRecord,
+    display: Display,
+    resumed: Checkpoint | None,
+    sync_tolerance: float,
+) -> None:
+    """Run the batches that are left of `config.max_steps`; evaluate before, between and after.
+
+    Args:
+        resumed: what the learner was loaded from.
+        sync_tolerance: mean |learner - engine| logprob of the probe, in nats, that passes.
+
+    Raises:
+        KeyboardInterrupt: after a checkpoint was saved.
+        SyncError: the engine has other weights than the learner.
+    """
+    step = 0
+    if resumed is not None:
+        step = resumed.step
+        rollouts.load_state_dict(resumed.rollouts)
+    state = rollouts.state_dict()
+    try:
+        if step == 0:
+            evaluate(config, rollouts, record, display, step)
+        while step < config.max_steps:
+            started = time.perf_counter()
+            display.phase("rollout")
+            groups = rollouts.next_groups(config.rollout.prompts_per_step)
+            with uninterrupted():
+                display.phase("update")
+                metrics = rollouts.pop_metrics()
+                metrics |= timed("update", learner.update, groups)
+                display.phase("sync")
+                metrics |= timed("sync", sync_weights, learner, rollouts, groups, sync_tolerance)
+                state, step = rollouts.state_dict(), step + 1
+                metrics["step_time"] = time.perf_counter() - started
+                record.step(step, metrics, groups)
+                display.step(step, metrics, groups)
+                if is_due(step, config.checkpoint.save_steps):
+                    record.checkpoint(step, learner, state)
+            if is_due(step, config.eval.eval_steps) or step == config.max_steps:
+                evaluate(config, rollouts, record, display, step)
+    finally:
+        # At the end, on Ctrl-C, and on an error: what was trained is never lost.
+        if record.last_checkpoint_step < step:
+            display.phase("saving")
+            record.checkpoint(step, learner, state)
+
+
+def evaluate(
+    config: RunConfig, rollouts: Rollouts, record: RunRecord, display: Display, step: int
+) -> None:
+    """Play the held-out tasks and record `eval/…`."""
+    if config.eval.num_tasks == 0:
+        return
+    display.phase("evaluation")
+    groups = rollouts.evaluate()
+    metrics = {f"eval/{name}": value for name, value in summarize(groups).items()}
+    record.evaluation(step, metrics, groups)
+    display.evaluation(metrics)
+
+
+def sync_weights(
+    learner: Learner, rollouts: Rollouts, groups: Sequence[TrajectoryGroup], tolerance: float
+) -> dict[str, float]:
+    """Give the engine the learner's weights, and compare what both say of the same tokens."""
+    rollouts.update_weights(learner.weights(), learner.version)
+    probe = next((t.token_ids for group in groups for t in group.trajectories if len(t) > 1), None)
+    if probe is None:
+        return {}
+    expected = learner.logprobs(probe[:PROBE_TOKENS])
+    actual = rollouts.score(probe[:PROBE_TOKENS])
+    difference = sum(abs(a - b) for a, b in zip(expected, actual, strict=True)) / len(expected)
+    if not difference <= tolerance:
+        raise SyncError(
+            f"after the update to version {learner.version} the engine's logprobs differ from the "
+            f"learner's by {difference:.3g} nats per token, more than {tolerance:g}"
+        )
+    return {"sync/probe_abs_diff": difference}
+
+
+def timed(name: str, function: Any, *args: Any) -> dict[str, float]:
+    """The metrics that `function` returns, and the seconds it took as `time/<name>`."""
+    started = time.perf_counter()
+    metrics = function(*args)
+    return metrics | {f"time/{name}": time.perf_counter() - started}
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM back until the block is done."""
+    waiting: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: waiting.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if waiting:
+        raise KeyboardInterrupt

@@ -1,0 +1,107 @@
+"""What a run leaves in its folder: config, metrics, episodes, checkpoints and a learning curve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from agentrl.config import RunConfig, dump_config
+from agentrl.metrics import MetricLog
+from agentrl.trajectory import TrajectoryGroup, write_groups
+from train.checkpoint import Checkpoint, save_checkpoint
+from train.curve import draw_curve
+from train.learner import Learner
+
+
+class RunRecord:
+    """Writes into `folder`:
+
+    config.yaml                      as resolved
+    metrics.jsonl                    a line a step
+    trajectories/step-000012.jsonl   a line a group, tokens included
+    trajectories/eval-000012.jsonl
+    checkpoints/checkpoint-000012    what `from_pretrained` loads and `--resume` goes on from
+    curve.png
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        accelerator: Accelerator,
+        tokenizer: Any,
+        resumed: Checkpoint | None,
+    ) -> None:
+        self.folder = folder
+        self.last_checkpoint_step = resumed.step if resumed else 0
+        self.evaluations: list[dict[str, float]] = resumed.metrics["evaluations"] if resumed else []
+        self._config, self._accelerator, self._tokenizer = config, accelerator, tokenizer
+        self._episodes = folder / "trajectories"
+        self._episodes.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        self._log = MetricLog(folder / "metrics.jsonl")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def step(
+        self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]
+    ) -> None:
+        self._write(step, metrics)
+        if self._config.save_trajectories:
+            write_groups(self._episodes / f"step-{step:06d}.jsonl", groups)
+
+    def evaluation(
+        self, step: int, metrics: dict[str, float], groups: Sequence[TrajectoryGroup]
+    ) -> None:
+        self.evaluations.append(metrics)
+        self._write(step, metrics)
+        write_groups(self._episodes / f"eval-{step:06d}.jsonl", groups)
+
+    def checkpoint(self, step: int, learner: Learner, rollouts_state: dict[str, Any]) -> None:
+        """Raises CheckpointError where the disk refuses; earlier checkpoints stay."""
+        save_checkpoint(
+            self.checkpoints,
+            step,
+            learner,
+            rollouts_state,
+            {"evaluations": self.evaluations},
+            self._tokenizer,
+            dump_config(self._config),
+        )
+        self.last_checkpoint_step = step
+
+    def summary(self) -> list[str]:
+        """Draw the curve; say what came of the run, and where it lies."""
+        draw_curve(self._log.path, self.folder / "curve.png")
+        lines = [
+            f"the run: {self.folder}  (curve.png, metrics.jsonl, trajectories)",
+            f"the model: {self.checkpoints / f'checkpoint-{self.last_checkpoint_step:06d}'}",
+        ]
+        if self.evaluations:
+            before, after = self.evaluations[0], self.evaluations[-1]
+            names = [name for name in after if name.startswith("eval/correct")] or ["eval/reward"]
+            changes = [
+                f"{name.removeprefix('eval/')} {before[name]:.3f} -> {after[name]:.3f}"
+                for name in sorted(names)
+                if name in before and name in after
+            ]
+            lines.insert(0, "held-out, before -> after: " + ", ".join(changes))
+        return lines
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._log.write(step, metrics)
+        self._accelerator.log(dict(metrics), step=step)
+
+
+def fresh_folder(folder: Path) -> Path:
+    """`folder`, or where a run lies there already, the first free of `folder-2`, `folder-3`, …"""
+    candidate, number = folder, 1
+    while (candidate / "config.yaml").exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
