@@ -1,7 +1,8 @@
-"""One attention implementation for transformers' models whose meaning the caller chooses at each forward pass.
+"""An attention implementation for transformers' models that the caller chooses at each forward.
 
-The learner attends within packed sequences, the embedded engine over its KV slots. Both load the model once, with
-`attn_implementation=ATTENTION`, and hand their own `attend` to `model(..., attend=…)`; no weight is copied between them.
+The learner attends within packed sequences, the embedded engine over its KV slots. Both load the
+model once, with `attn_implementation=ATTENTION`, and hand their own `attend` to `model(...,
+attend=…)`; no weight is copied between them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Attend(Protocol):
 
 
 def register_attention() -> str:
-    """Make `ATTENTION` known to transformers; returns its name, for `from_pretrained(attn_implementation=…)`."""
+    """Make `ATTENTION` known to transformers; returns its name, for `attn_implementation=`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attend)
@@ -48,6 +49,8 @@ def _attend(
     **_: Any,
 ) -> tuple[Any, None]:
     if getattr(module, "sliding_window", None) is not None:
-        raise ValueError(f"{type(module).__name__} uses a sliding window, which is not supported yet")
+        raise ValueError(
+            f"{type(module).__name__} uses a sliding window, which is not supported yet"
+        )
     # transformers wants [1, T, heads, head dim] back.
     return attend(module.layer_idx, query, key, value, scaling).transpose(1, 2), None

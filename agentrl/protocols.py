@@ -25,11 +25,13 @@ class Engine(Protocol):
 
     version: int  # of the weights it samples with
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, session: str
+    ) -> Completion:
         """Sample one turn after `token_ids`.
 
-        `session` names the episode: an engine may keep its KV cache between the turns. Cancelling the call aborts the
-        request.
+        `session` names the episode: an engine may keep its KV cache between the turns. Cancelling
+        the call aborts the request.
 
         Raises:
             EngineError: the request could not be answered.
@@ -45,7 +47,7 @@ class Engine(Protocol):
         ...
 
     async def update_weights(self, weights: Weights, version: int) -> None:
-        """Sample with `weights` from now on; no KV of older weights is used again. Nothing may be in flight."""
+        """Sample with `weights` from now on, never with KV of older ones; nothing is in flight."""
         ...
 
     async def close(self) -> None: ...
@@ -67,7 +69,7 @@ class Rollouts(Protocol):
         ...
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """The engine's log probability of each token but the first, to verify a weight update: [n - 1]."""
+        """The engine's logprob of each token but the first, to verify an update: [n - 1]."""
         ...
 
     def pop_metrics(self) -> dict[str, float]:

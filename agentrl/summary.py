@@ -13,7 +13,8 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Means over the scored episodes of `groups`; `stop/<reason>` are fractions of all episodes.
 
     Each named reward and metric is a mean over the episodes that have it. Lengths count tokens:
-    `completions/mean_length` the sampled ones, `completions/mean_env_tokens` those that an env wrote between them.
+    `completions/mean_length` the sampled ones, `completions/mean_env_tokens` those that an env
+    wrote between them.
     """
     metrics = MeanMetrics()
     reasons = {t.stop_reason for group in groups for t in group.trajectories if t.stop_reason}

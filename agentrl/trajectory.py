@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ class Turn:
 class Trajectory:
     """One episode.
 
-    `token_ids`, `loss_mask`, `logprobs` and `versions` are columns of one length T, and index t speaks of token t.
-    They are written through two doors only: `observe` masks, `act` trains. Where a chat template rewrites history, the
-    next request is no extension of this one; `observe(..., new_segment=True)` then starts a segment, and the columns
-    hold the segments one after another.
+    `token_ids`, `loss_mask`, `logprobs` and `versions` are columns of one length T, and index t
+    speaks of token t. They are written through two doors only: `observe` masks, `act` trains. Where
+    a chat template rewrites history, the next request is no extension of this one; `observe(...,
+    new_segment=True)` then starts a segment, and the columns hold the segments one after another.
 
     Example:
         tape = Trajectory(id="g0-0")
@@ -63,7 +64,7 @@ class Trajectory:
         self.token_ids: list[int] = []  # [T]
         self.loss_mask: list[bool] = []  # [T] True: the engine sampled this token
         self.logprobs: list[float] = []  # [T] of the sampled token; 0.0 where the mask is False
-        self.versions: list[int] = []  # [T] of the weights that sampled it; -1 where the mask is False
+        self.versions: list[int] = []  # [T] of the weights that sampled it; -1 where not sampled
         self.segment_starts: list[int] = [0]
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
@@ -84,7 +85,7 @@ class Trajectory:
         """Append tokens that the policy sampled in one request.
 
         Raises:
-            AlignmentError: there are not as many logprobs as tokens, one is no log probability, or nothing was
+            AlignmentError: not as many logprobs as tokens, one that is none, or nothing was
                 observed before.
         """
         ids, logprobs = completion.token_ids, completion.logprobs
@@ -99,7 +100,9 @@ class Trajectory:
         self._append(ids, True, logprobs, completion.versions[0])
         self.turns.append(Turn(start=start, end=len(self), finish_reason=completion.finish_reason))
 
-    def _append(self, ids: Sequence[int], sampled: bool, logprobs: Sequence[float], version: int) -> None:
+    def _append(
+        self, ids: Sequence[int], sampled: bool, logprobs: Sequence[float], version: int
+    ) -> None:
         self.token_ids.extend(ids)
         self.loss_mask.extend([sampled] * len(ids))
         self.logprobs.extend(logprobs)
@@ -120,14 +123,16 @@ class Trajectory:
     @property
     def oldest_version(self) -> int:
         """Of the weights that sampled a token of this episode; -1 if none was sampled."""
-        return min((self.versions[turn.start] for turn in self.turns if turn.end > turn.start), default=-1)
+        return min(
+            (self.versions[turn.start] for turn in self.turns if turn.end > turn.start), default=-1
+        )
 
     def segments(self) -> list[slice]:
-        """The parts that are each one sequence for the learner, trailing unsampled tokens cut off."""
+        """The parts that are one sequence each for the learner, up to their last sampled token."""
         bounds = [*self.segment_starts, len(self)]
         ends = [turn.end for turn in self.turns if turn.end > turn.start]
         slices = []
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             last = max((end for end in ends if start < end <= stop), default=start)
             if last > start:
                 slices.append(slice(start, last))

@@ -1,4 +1,4 @@
-"""The nouns that travel between the rooms: messages, tasks, actions, completions and the ways an episode ends."""
+"""The nouns that travel between the rooms: messages, tasks, actions, completions, stop reasons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParseError:
-    """One call attempt that could not be read; it is answered with `error`, never repaired and executed."""
+    """One call attempt that could not be read; it is answered, never repaired and executed."""
 
     id: str
     text: str  # what the model wrote
@@ -110,8 +110,8 @@ class Task:
 class Action(str):
     """What `env.step` receives: the assistant's text, with what was read out of it.
 
-    A plain gymnasium env sees a string. `ToolEnv` reads `attempts`: every call the model tried to make, in the order
-    written, readable (`ToolCall`) or not (`ParseError`).
+    A plain gymnasium env sees a string. `ToolEnv` reads `attempts`: every call the model tried to
+    make, in the order written, readable (`ToolCall`) or not (`ParseError`).
     """
 
     content: str  # the text without reasoning and without calls
@@ -146,7 +146,10 @@ class Action(str):
     def to_message(self) -> Message:
         """The assistant message this action is in the transcript."""
         return Message(
-            role="assistant", content=self.content, reasoning=self.reasoning, tool_calls=self.tool_calls
+            role="assistant",
+            content=self.content,
+            reasoning=self.reasoning,
+            tool_calls=self.tool_calls,
         )
 
 
@@ -166,11 +169,13 @@ class Sampling:
 class Completion:
     """What an engine sampled in one request.
 
-    The token that stopped the turn is part of it. `logprobs[i]` is the log probability of `token_ids[i]` under the
-    distribution it was drawn from (temperature included).
+    The token that stopped the turn is part of it. `logprobs[i]` is the log probability of
+    `token_ids[i]` under the distribution it was drawn from (temperature included).
 
     Example:
-        Completion(token_ids=[7, 8, 2], logprobs=[-0.1, -2.3, -0.5], finish_reason="stop", versions=(4, 4))
+        Completion(
+            token_ids=[7, 8, 2], logprobs=[-0.1, -2.3, -0.5], finish_reason="stop", versions=(4, 4)
+        )
     """
 
     token_ids: list[int]  # [n]
@@ -186,7 +191,7 @@ class StopReason(StrEnum):
     TRUNCATED = "truncated"  # the env said truncated
     MAX_TURNS = "max_turns"
     TURN_LENGTH = "turn_length"  # a turn was cut at `max_new_tokens`
-    EPISODE_LENGTH = "episode_length"  # the sampled tokens of all turns reached `max_episode_tokens`
+    EPISODE_LENGTH = "episode_length"  # all turns together reached `max_episode_tokens`
     CONTEXT_LENGTH = "context_length"  # prompt, turns and observations fill `max_context_tokens`
     NO_ACTION = "no_action"  # the model said nothing
     TOOL_TIMEOUTS = "tool_timeouts"  # the model's calls ran into their deadline too often

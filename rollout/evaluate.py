@@ -98,7 +98,9 @@ def play(config: RunConfig) -> list[TrajectoryGroup]:
     console.print(renderer.probe())
     tasks = TaskStream(getattr(env, "tasks", lambda split: None)("test"), 0)
     with Progress(console=console) as progress:
-        bar = progress.add_task("episodes", total=config.eval.num_tasks * config.eval.num_generations)
+        bar = progress.add_task(
+            "episodes", total=config.eval.num_tasks * config.eval.num_generations
+        )
         try:
             rollouts = RolloutManager(
                 engine=engine,

@@ -11,7 +11,11 @@ MAY_IMPORT = {
     "rollout": {"agentrl"},
     "train": {"agentrl"},
 }
-TORCH_OUTSIDE_TRAIN = {"rollout/engines/local.py"}
+TORCH_OUTSIDE_TRAIN = {
+    "rollout/engines/local.py",
+    "rollout/engines/local_kv.py",
+    "rollout/engines/local_sampling.py",
+}
 
 
 def files_of(room: str) -> list[Path]:

@@ -1,10 +1,11 @@
-"""The embedded engine: continuous batching of a transformers model in this process, on a thread of its own.
+"""The embedded engine: continuous batching of a transformers model on a thread of this process.
 
-Each step feeds one flat row of tokens through the model: the last sampled token of every decoding request, and the
-tokens of prompts and observations that are not cached yet, up to a budget. Keys and values live in slots, one per
-episode, allocated once. A slot outlives the turn, so an episode's next request feeds only what the env added; and it
-is matched by its tokens, so a group's prompt, or the demonstrations that all prompts begin with, are computed once and
-copied. Weights of the learner's own dtype are the learner's own.
+Each step feeds one flat row of tokens through the model: the last sampled token of every decoding
+request, and the tokens of prompts and observations that are not cached yet, up to a budget. Keys
+and values live in slots, one per episode, allocated once. A slot outlives the turn, so an episode's
+next request feeds only what the env added; and it is matched by its tokens, so a group's prompt, or
+the demonstrations that all prompts begin with, are computed once and copied. Weights of the
+learner's own dtype are the learner's own.
 
 What it does not do: beam search, penalties, several devices.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
 import logging
 import threading
 import time
@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,6 +34,8 @@ from agentrl.config import RolloutConfig
 from agentrl.models import ModelError, locate_model
 from agentrl.protocols import EngineDied, EngineError, Weights
 from agentrl.types import Completion, FinishReason, Sampling
+from rollout.engines.local_kv import KVSlots, SlotAttention, causal
+from rollout.engines.local_sampling import sample
 
 log = logging.getLogger("agentrl")
 
@@ -60,8 +61,8 @@ class LocalEngine:
         model: a causal LM loaded with `attn_implementation=register_attention()`.
         num_slots: episodes whose keys and values are kept at once; as many requests run at once.
         max_context_tokens: per slot, sampled tokens included.
-        dtype: of the weights and the cache. Other than the model's, or with `share_weights=False`, the engine keeps a
-            copy of its own, which `update_weights` writes.
+        dtype: of the weights and the cache. Other than the model's, or with `share_weights=False`,
+            the engine keeps a copy of its own, which `update_weights` writes.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class LocalEngine:
             model = copy.deepcopy(model).requires_grad_(False).to(dtype)
         self.version = 0
         self._model = model
-        self._kv = _KVSlots(model.config, num_slots, max_context_tokens, dtype, reference.device)
+        self._kv = KVSlots(model.config, num_slots, max_context_tokens, dtype, reference.device)
         self._busy: dict[int, _Request] = {}  # slot -> the request that runs in it
         self._sessions: dict[str, int] = {}  # session -> its slot, the longest unused first
         self._waiting: deque[_Request] = deque()
@@ -100,8 +101,8 @@ class LocalEngine:
         room = self._kv.max_length - len(token_ids)
         if sampling.max_new_tokens < 1 or sampling.max_new_tokens > room:
             raise EngineError(
-                f"{len(token_ids)} tokens of context and {sampling.max_new_tokens} new ones do not fit the "
-                f"engine's {self._kv.max_length}"
+                f"{len(token_ids)} tokens of context and {sampling.max_new_tokens} new ones do not "
+                f"fit the engine's {self._kv.max_length}"
             )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         request = _Request(list(token_ids), sampling, session, future, num_prompt=len(token_ids))
@@ -132,7 +133,7 @@ class LocalEngine:
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Tokens prefilled, reused from a slot and sampled, evicted sessions, and busy seconds, since the last call."""
+        """Counts of tokens and evictions, and busy seconds, since the last call."""
         counts, self._counts = self._counts, dict.fromkeys(_COUNTS, 0.0)
         return counts
 
@@ -193,7 +194,9 @@ class LocalEngine:
         budget = PREFILL_TOKENS_PER_STEP
         chunks: list[tuple[int, int, int]] = []  # (slot, first position, number of tokens)
         ids: list[int] = []
-        ready: list[_Request] = []  # all of their tokens are in this step, so the next one can be drawn
+        ready: list[
+            _Request
+        ] = []  # all of their tokens are in this step, so the next one can be drawn
         rows: list[int] = []  # where in the flat row their last tokens stand
         for slot in sorted(self._busy):
             request = self._busy[slot]
@@ -246,7 +249,8 @@ class LocalEngine:
     def _admit(self) -> None:
         """Give slots to waiting requests, as long as one step's prefill budget lasts."""
         budget = PREFILL_TOKENS_PER_STEP
-        # A request whose prompt another one is computing in this very step waits a step, and then copies it.
+        # A request whose prompt another one is computing in this very step waits a step, and then
+        # copies it.
         computing: list[list[int]] = []
         postponed: list[_Request] = []
         while budget > 0:
@@ -260,7 +264,9 @@ class LocalEngine:
                 self._fail([request], error)
                 continue
             length, source = self._kv.match(request.token_ids, prefer=own)
-            being_computed = max((_common_prefix(request.token_ids, ids) for ids in computing), default=0)
+            being_computed = max(
+                (_common_prefix(request.token_ids, ids) for ids in computing), default=0
+            )
             if being_computed > length + 1:
                 postponed.append(request)
                 continue
@@ -283,7 +289,9 @@ class LocalEngine:
             self._waiting.extendleft(reversed(postponed))
 
     def _free_slot(self) -> int | None:
-        """A slot that no session holds, an empty one if there is; else that of the session longest idle."""
+        """A slot that no session holds, an empty one if there is; else that of the session longest
+        idle.
+        """
         held = self._busy.keys() | set(self._sessions.values())
         free = [slot for slot in range(self._kv.num_slots) if slot not in held]
         if free:
@@ -332,20 +340,22 @@ class LocalEngine:
             commands = list(self._commands)
             self._waiting.clear()
             self._commands.clear()
-        cause = f"the engine died of {self._failure!r}" if self._failure else "the engine was closed"
+        cause = (
+            f"the engine died of {self._failure!r}" if self._failure else "the engine was closed"
+        )
         self._fail([r for r in requests if not r.cancelled], EngineDied(cause))
         for _, done in commands:
             done.set_exception(EngineDied(cause))
 
     def _forward(self, ids: list[int], chunks: list[tuple[int, int, int]]) -> torch.Tensor:
-        """Hidden states [T, hidden] of the flat row of `chunks`; keys and values go to their slots."""
+        """Hidden states [T, hidden] of the flat row of `chunks`, which join their slots."""
         device = self._kv.device
         positions = np.concatenate([np.arange(start, start + count) for _, start, count in chunks])
         output = self._model.get_decoder()(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.from_numpy(positions)[None].to(device),
             use_cache=False,
-            attend=_SlotAttention(self._kv, chunks),
+            attend=SlotAttention(self._kv, chunks),
         )
         return output.last_hidden_state[0]
 
@@ -355,7 +365,7 @@ class LocalEngine:
             input_ids=ids,
             position_ids=torch.arange(len(token_ids), device=self._kv.device)[None],
             use_cache=False,
-            attend=_causal,
+            attend=causal,
         ).last_hidden_state[0, :-1]
         logprobs = torch.log_softmax(self._model.get_output_embeddings()(hidden).float(), dim=-1)
         return logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
@@ -412,7 +422,9 @@ def load_engine(name_or_path: str, config: RolloutConfig) -> tuple[LocalEngine, 
             path, dtype=dtype, attn_implementation=register_attention()
         )
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.name_or_path={name_or_path!r} cannot be loaded: {error}") from error
+        raise ModelError(
+            f"model.name_or_path={name_or_path!r} cannot be loaded: {error}"
+        ) from error
     engine = LocalEngine(
         model.to("cuda" if torch.cuda.is_available() else "cpu"),
         num_slots=config.max_concurrent_generations,
@@ -430,185 +442,7 @@ _COUNTS = (
 )
 
 
-def sample(
-    logits: torch.Tensor, samplings: Sequence[Sampling], indices: Sequence[int]
-) -> tuple[list[int], list[float]]:
-    """Draw one token per row by inverting the cumulative distribution at one number hashed from (seed, index).
-
-    Multinomial and Gumbel sampling draw a number for each entry of the vocabulary, which on a CPU costs more than the
-    model's MLPs. Greedy rows (temperature 0) report the logprob at temperature 1.
-
-    Args:
-        logits: [R, V] float32, overwritten.
-        samplings: [R]
-        indices: [R] of the token within its request.
-
-    Returns:
-        Tokens [R] and their log probabilities [R] under the distribution they were drawn from.
-    """
-    greedy = torch.tensor([s.temperature == 0 for s in samplings], device=logits.device)
-    temperatures = [s.temperature or 1.0 for s in samplings]
-    if any(t != 1.0 for t in temperatures):
-        logits.div_(torch.tensor(temperatures, device=logits.device)[:, None])
-    for row, s in enumerate(samplings):
-        if s.temperature > 0 and (s.top_k > 0 or s.top_p < 1):
-            _truncate(logits[row], s.top_k, s.top_p)
-    uniform = torch.tensor(
-        [_uniform(s.seed, index) for s, index in zip(samplings, indices, strict=True)],
-        device=logits.device,
-    )
-    logsumexp = torch.logsumexp(logits, dim=-1, keepdim=True)
-    best = logits.argmax(dim=-1)
-    cumulative = (logits - logsumexp).exp_().cumsum_(dim=-1)
-    total = cumulative[:, -1:]
-    # Below the total in floating point too, so that no token of zero probability is ever found behind it.
-    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    tokens = torch.where(greedy, best, drawn)
-    logprobs = (logits.gather(1, tokens[:, None]) - logsumexp)[:, 0].clamp_(max=0.0)
-    return tokens.tolist(), logprobs.tolist()
-
-
-def _uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that is the same on every replay, whatever else is in the batch."""
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
-    return (int.from_bytes(digest, "little") >> 8) / 2**24  # exact in float32
-
-
-def _truncate(logits: torch.Tensor, top_k: int, top_p: float) -> None:
-    """Set to -inf all but the `top_k` likeliest tokens, and of those all but the first that reach `top_p` [V]."""
-    values, order = logits.sort(descending=True)
-    keep = len(values) if top_k == 0 else min(top_k, len(values))
-    if top_p < 1:
-        before = values[:keep].softmax(0).cumsum(0) - values[:keep].softmax(0)
-        keep = max(1, int((before < top_p).sum()))
-    logits[order[keep:]] = float("-inf")
-
-
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     n = min(len(a), len(b))
     different = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
     return int(different[0]) if len(different) else n
-
-
-class _KVSlots:
-    """Keys and values of every layer, `[num_slots, KV heads, max_length, head dim]`, and the tokens they are of."""
-
-    def __init__(
-        self, config: Any, num_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (num_slots, config.num_key_value_heads, max_length, head_dim)
-        layers = range(config.num_hidden_layers)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        self.tokens = np.full((num_slots, max_length), -1, dtype=np.int64)
-        self.lengths = np.zeros(num_slots, dtype=np.int64)
-        self.num_slots, self.max_length, self.device = num_slots, max_length, device
-
-    def append(self, slot: int, token_ids: list[int]) -> None:
-        length = self.lengths[slot]
-        self.tokens[slot, length : length + len(token_ids)] = token_ids
-        self.lengths[slot] += len(token_ids)
-
-    def match(self, token_ids: Sequence[int], prefer: int | None) -> tuple[int, int]:
-        """How many leading tokens some slot holds, and that slot: `prefer` among equals.
-
-        The last token is never matched: its logits are what the request is about.
-        """
-        wanted = np.asarray(token_ids[:-1])
-        differs = self.tokens[:, : len(wanted)] != wanted
-        first = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted)) if len(wanted) else 0
-        common = np.minimum(first, self.lengths)
-        slot = int(common.argmax())
-        if prefer is not None and common[prefer] == common[slot]:
-            slot = prefer
-        return int(common[slot]), slot
-
-    def copy_prefix(self, source: int, slot: int, length: int) -> None:
-        """Make the first `length` tokens of `source` those of `slot`, and all that `slot` holds."""
-        if source != slot:
-            for cache in (*self.keys, *self.values):
-                cache[slot, :, :length] = cache[source, :, :length]
-            self.tokens[slot, :length] = self.tokens[source, :length]
-        self.lengths[slot] = length
-
-    def clear(self) -> None:
-        self.lengths[:] = 0
-
-
-class _SlotAttention:
-    """Attention of a flat row of chunks, each over its own slot; an `agentrl.attention.Attend`.
-
-    Chunks of one token, the decoding rows, attend together over the slots up to the highest in use; idle ones between
-    them are computed and dropped, which is cheaper than to gather the cache. Longer chunks attend one by one.
-    """
-
-    def __init__(self, kv: _KVSlots, chunks: list[tuple[int, int, int]]) -> None:
-        self.kv = kv
-        slots = np.concatenate([np.full(count, slot) for slot, _, count in chunks])
-        positions = np.concatenate([np.arange(start, start + n) for _, start, n in chunks])
-        self.slots = torch.from_numpy(slots).to(kv.device)
-        self.positions = torch.from_numpy(positions).to(kv.device)
-        offset, single_rows, single_slots, single_ends = 0, [], [], []
-        self.long: list[tuple[slice, int, int, torch.Tensor]] = []
-        for slot, start, count in chunks:
-            if count == 1:
-                single_rows.append(offset)
-                single_slots.append(slot)
-                single_ends.append(start + 1)
-            else:
-                mask = torch.ones(count, start + count, dtype=torch.bool, device=kv.device)
-                self.long.append((slice(offset, offset + count), slot, start + count, mask.tril(start)))
-            offset += count
-        self.single_rows = torch.tensor(single_rows, device=kv.device)
-        self.single_slots = torch.tensor(single_slots, device=kv.device)
-        if single_rows:
-            self.width = max(single_slots) + 1
-            self.length = max(single_ends)
-            ends = torch.ones(self.width, dtype=torch.long)  # an idle row sees one token, to stay finite
-            ends[single_slots] = torch.tensor(single_ends)
-            visible = torch.arange(self.length)[None] < ends[:, None]
-            self.mask = visible[:, None, None].to(kv.device)
-
-    def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        keys, values = self.kv.keys[layer], self.kv.values[layer]
-        keys[self.slots, :, self.positions] = key[0].transpose(0, 1)
-        values[self.slots, :, self.positions] = value[0].transpose(0, 1)
-        query = query[0].transpose(0, 1)  # [T, query heads, head dim]
-        num_kv, head_dim = keys.shape[1], keys.shape[3]
-        output = torch.empty_like(query)
-        if len(self.single_rows):
-            # The query heads that share a KV head stand where a sequence of queries would: no key is repeated.
-            rows = query[self.single_rows].view(len(self.single_rows), num_kv, -1, head_dim)
-            wide = rows.new_zeros(self.width, *rows.shape[1:])
-            wide[self.single_slots] = rows
-            attended = F.scaled_dot_product_attention(
-                wide,
-                keys[: self.width, :, : self.length],
-                values[: self.width, :, : self.length],
-                attn_mask=self.mask,
-                scale=scaling,
-            )
-            output[self.single_rows] = attended[self.single_slots].reshape(len(rows), -1, head_dim)
-        for span, slot, length, mask in self.long:
-            attended = F.scaled_dot_product_attention(
-                query[span].transpose(0, 1)[None],
-                keys[None, slot, :, :length],
-                values[None, slot, :, :length],
-                attn_mask=mask,
-                scale=scaling,
-                enable_gqa=True,
-            )
-            output[span] = attended[0].transpose(0, 1)
-        return output.transpose(0, 1)[None]
-
-
-def _causal(
-    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    return F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-    )
