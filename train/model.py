@@ -11,6 +11,7 @@ from agentrl.attention import register_attention
 from agentrl.config import ModelConfig
 from agentrl.models import SMOLLM2, ModelError, locate_model
 
+
 def load_model(config: ModelConfig, *, seed: int = 0) -> tuple[Any, Any]:
     """A causal language model in float32, without dropout, and its tokenizer.
 
