@@ -98,7 +98,7 @@ def run(config: RunConfig, *, resume: bool) -> None:
     env = make_env(config.env.id, **config.env.kwargs).unwrapped
     accelerator = accelerate.Accelerator(
         mixed_precision=mixed_precision(config),
-        log_with=list(config.report_to),
+        log_with=list(config.report_to) or None,
         project_dir=str(folder),
     )
     accelerate.utils.set_seed(config.seed)

@@ -1,8 +1,8 @@
 """The algorithm: sample groups, learn from them, hand the new weights to the engine, again.
 
-    groups   <- rollouts.next_groups(n)      G episodes per task, rewards and engine logprobs with
-    them metrics  <- learner.update(groups)       advantages, packing, policy loss, one optimizer
-    step rollouts <- learner.weights(), version   verified by the logprobs of a probe
+    groups   <- rollouts.next_groups(n)      episodes with rewards and the engine's logprobs
+    metrics  <- learner.update(groups)       advantages, packing, policy loss, optimizer step
+    rollouts <- learner.weights(), version   verified by the logprobs of a probe
 
 Between two of these lines nothing is half done: a checkpoint holds the state between two batches,
 and Ctrl-C waits for the end of an update.

@@ -64,7 +64,7 @@ class RunRecord:
 
     def checkpoint(self, step: int, learner: Learner, rollouts_state: dict[str, Any]) -> None:
         """Raises CheckpointError where the disk refuses; earlier checkpoints stay."""
-        save_checkpoint(
+        self.last_checkpoint = save_checkpoint(
             self.checkpoints,
             step,
             learner,
@@ -80,7 +80,7 @@ class RunRecord:
         draw_curve(self._log.path, self.folder / "curve.png")
         lines = [
             f"the run: {self.folder}  (curve.png, metrics.jsonl, trajectories)",
-            f"the model: {self.checkpoints / f'checkpoint-{self.last_checkpoint_step:06d}'}",
+            f"the model: {self.last_checkpoint}",
         ]
         if self.evaluations:
             before, after = self.evaluations[0], self.evaluations[-1]
