@@ -197,6 +197,15 @@ def test_rotation_keeps_the_newest_and_what_other_runs_left(tmp_path):
     assert load_checkpoint(other, make_learner()).step == 1000
 
 
+def test_rotation_deletes_nothing_below_its_limit(tmp_path):
+    """F083."""
+    learner = make_learner(limit=4)
+    for step in range(1, 7):
+        save(tmp_path, learner, step)
+        names = sorted(p.name for p in tmp_path.glob("checkpoint-*"))
+        assert names == [f"checkpoint-{s:06d}" for s in range(max(1, step - 3), step + 1)]
+
+
 def test_a_taken_name_is_never_overwritten(tmp_path):
     first, second = save(tmp_path, make_learner(), 5), save(tmp_path, make_learner(), 5)
     assert first != second

@@ -164,7 +164,7 @@ def _rotate(folder: Path, newest: Path, learner: Learner) -> None:
     ]
     own.sort(key=lambda path: _read(path)["time"])
     keep = learner.config.checkpoint.save_total_limit - 1
-    for path in own[: len(own) - keep]:
+    for path in own[: max(0, len(own) - keep)]:
         (path / _MARKER).unlink()  # half deleted, it must not look complete
         shutil.rmtree(path)
 
