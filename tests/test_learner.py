@@ -213,7 +213,7 @@ def test_a_batch_without_signal_leaves_everything_bit_identical():
     assert metrics["train/empty_steps"] == 1
     assert metrics["train/optimizer_steps"] == 0
     assert metrics["num_tokens"] > 0
-    assert learner.version == 2
+    assert learner.version == 1  # of the weights, which stayed
     assert all(torch.equal(weights[n], t) for n, t in learner.model.state_dict().items())
     assert_equal(optimizer, learner.optimizer.state_dict())
 
@@ -258,6 +258,17 @@ def test_steps_with_non_finite_gradients_are_skipped_and_end_the_run_when_they_p
     learner.update(random_groups())
     with pytest.raises(TrainingError, match="3 steps in a row"):
         learner.update(random_groups())
+
+
+def test_a_bad_step_leaves_the_version_and_only_finite_metrics():
+    """F068: a skipped step is counted, its NaNs are not logged, the weights keep their version."""
+    learner = make_learner()
+    with torch.no_grad():
+        learner.model.model.norm.weight[0] = torch.nan  # the loss itself is NaN
+    metrics = learner.update(random_groups())
+    assert learner.version == 0 and metrics["train/bad_steps"] == 1
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert "loss" not in metrics and "entropy" not in metrics
 
 
 def test_the_first_update_sees_ratio_one_and_moves_the_weights():

@@ -45,7 +45,7 @@ class _Prepared:
 
 @dataclass(slots=True, kw_only=True)
 class _Totals:
-    """What the optimizer steps of one update add up to."""
+    """What the optimizer steps taken in one update add up to, and how many were skipped."""
 
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     max_abs_diff: float = 0.0
@@ -93,10 +93,10 @@ class Learner:
         return self.accelerator.unwrap_model(self.policy).model
 
     def update(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        """Train on this rank's share of one batch; afterwards `version` is one higher.
+        """Train on this rank's share of one batch; `version` is one higher if weights moved.
 
-        Means are over the trained tokens that were computed. A minibatch without any signal, and a
-        step with a non-finite gradient on any rank, leave weights and optimizer untouched.
+        Means are over the tokens of the steps taken. A minibatch without any signal, and a step
+        with a non-finite gradient on any rank, leave weights and optimizer untouched.
 
         Raises:
             TrainingError: too many bad steps in a row, or `max_mismatch` exceeded.
@@ -107,7 +107,7 @@ class Learner:
         for _ in range(self.config.optim.num_iterations):
             for minibatch in minibatches:
                 self._step(minibatch, totals)
-        self.version += 1
+        self.version += bool(totals.grad_norms)
         return self._metrics(totals, minibatches, time.perf_counter() - start)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -223,7 +223,8 @@ class Learner:
             totals.num_empty_steps += 1
             return
         self.optimizer.zero_grad(set_to_none=True)
-        self._backward(minibatch, totals)
+        loss, sums, max_abs_diff = self._backward(minibatch)
+        totals.num_computed_tokens += sum(len(m.input_ids) for m in micro_batches)
         parameters = [p for p in self.policy.parameters() if p.requires_grad]
         grad_norm = self.accelerator.clip_grad_norm_(parameters, self.config.optim.max_grad_norm)
         grad_norm = float(grad_norm)  # type: ignore[arg-type]
@@ -237,10 +238,18 @@ class Learner:
         self.scheduler.step()
         totals.update_ratios.append(float((_sample(parameters) != before).float().mean()))
         totals.grad_norms.append(grad_norm)
+        totals.losses.append(loss)
+        totals.max_abs_diff = max(totals.max_abs_diff, max_abs_diff)
+        for name, value in sums.items():
+            totals.sums[name] += value
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _backward(self, minibatch: _Prepared, totals: _Totals) -> None:
-        """Accumulate the gradient of the whole minibatch, and count."""
+    def _backward(self, minibatch: _Prepared) -> tuple[float, dict[str, float], float]:
+        """Accumulate the gradient of the whole minibatch.
+
+        Returns: over all ranks the loss, the sums of the metrics, and the largest difference of the
+            learner's and the engine's logprobs.
+        """
         batch = minibatch.batch
         columns = zip(
             batch.micro_batches, minibatch.old_logprobs, minibatch.ref_logprobs, strict=True
@@ -273,15 +282,10 @@ class Learner:
             max_abs_diff = torch.maximum(max_abs_diff, output.max_abs_diff)
             for name, value in output.sums.items():
                 sums[name] = sums[name] + value if name in sums else value
-            totals.num_computed_tokens += len(micro_batch.input_ids)
         loss, *values = self._reduce(torch.stack([loss_sum, *sums.values()])).tolist()
         step = dict(zip(sums, values, strict=True))
-        totals.losses.append(loss)
-        for name, value in step.items():
-            totals.sums[name] += value
-        largest = float(self._gather(max_abs_diff[None]).max())
-        totals.max_abs_diff = max(totals.max_abs_diff, largest)
         self._check_mismatch(step["mismatch/abs_diff"] / max(step["num_tokens"], 1))
+        return loss, step, float(self._gather(max_abs_diff[None]).max())
 
     def _check_mismatch(self, mismatch: float) -> None:
         limit = self.config.loss.max_mismatch
