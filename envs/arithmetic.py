@@ -31,13 +31,16 @@ def _shown(question: str, expression: str, answer: str) -> Demonstration:
     )
 
 
-_DEMONSTRATIONS: dict[Kind, Demonstration] = {
-    "product": _shown("What is 12 * 34?", "12*34", "408"),
-    "expression": _shown("What is 15 + 4 * (30 - 8)?", "15+4*(30-8)", "103"),
-    "word": _shown(
-        "Zoe has 14 bags with 25 nuts each and eats 30 nuts. How many nuts are left?",
-        "14*25-30",
-        "320",
+_DEMONSTRATIONS: dict[Kind, tuple[Demonstration, ...]] = {
+    "product": (_shown("What is 12 * 34?", "12*34", "408"),),
+    "expression": (_shown("What is 15 + 4 * (30 - 8)?", "15+4*(30-8)", "103"),),
+    "word": (
+        _shown("Tom has 28 pens and finds 17 more. How many pens does Tom have?", "28+17", "45"),
+        _shown(
+            "Zoe has 14 bags with 25 nuts each and eats 30 nuts. How many nuts are left?",
+            "14*25-30",
+            "320",
+        ),
     ),
 }
 
@@ -79,7 +82,7 @@ class Arithmetic(ToolEnv):
     ) -> None:
         """
         Args:
-            kinds: Of "product", "expression" and "word". One demonstration of each is shown.
+            kinds: Of "product", "expression" and "word". One or two demonstrations of each are shown.
             max_operations: In an expression or word problem, 1 to 3.
             limits: As `ToolEnv` takes them.
         """
@@ -92,7 +95,7 @@ class Arithmetic(ToolEnv):
             raise ValueError(f"max_operations must be 1, 2 or 3, not {max_operations}")
         self.kinds = tuple(kinds)
         self.max_operations = max_operations
-        self.demonstrations = tuple(_DEMONSTRATIONS[kind] for kind in kinds)
+        self.demonstrations = tuple(shot for kind in kinds for shot in _DEMONSTRATIONS[kind])
         super().__init__(**limits)
 
     def tasks(self, split: str) -> Sequence[Task]:
