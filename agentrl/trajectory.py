@@ -189,6 +189,7 @@ class TrajectoryGroup:
 
 def write_groups(path: Path, groups: Sequence[TrajectoryGroup]) -> None:
     """A JSON line per group, tokens included."""
-    with path.open("w", encoding="utf-8") as file:
+    # A lone surrogate in what an env said has no encoding; its backslash form is JSON's own.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for group in groups:
             file.write(json.dumps(group.to_dict(), ensure_ascii=False, default=str) + "\n")
