@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentrl.threads import call, name_of
+from agentrl.threads import FOREIGN_ERRORS, call, name_of
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Task
 
@@ -17,7 +17,7 @@ _GROUP = ("completions", "answers", "infos", "tasks", "trajectories", "envs")
 
 
 class RewardError(RuntimeError):
-    """A reward function that raised, hung, or returned no finite number."""
+    """A reward function that raised or returned no finite number, or two of one name."""
 
 
 class Rubric:
@@ -27,8 +27,8 @@ class Rubric:
     if there is none), `answer` and `info` (of the task), `messages`, `task`, `trajectory`, `env`.
     One with plural names (`completions`, `answers`, `infos`, `tasks`, `trajectories`, `envs`)
     takes lists over a group and returns a list of numbers. It may be async; a plain one runs in a
-    thread, unless marked `agentrl.threads.inline`. A metric of an episode may return a dictionary:
-    then its keys name the values.
+    thread, unless marked `agentrl.threads.inline`. Who asks for a score bounds its time. A metric
+    of an episode may return a dictionary: then its keys name the values.
 
     Example:
         def correct(completion, answer):
@@ -45,15 +45,12 @@ class Rubric:
         self,
         funcs: Sequence[Callable[..., Any]],
         weights: Sequence[float] | None = None,
-        *,
-        timeout_s: float = 60.0,
     ) -> None:
         weights = [1.0] * len(funcs) if weights is None else list(weights)
         if len(weights) != len(funcs):
             raise ValueError(f"{len(funcs)} reward functions came with {len(weights)} weights")
         if not all(map(math.isfinite, weights)):
             raise ValueError(f"reward weights must be finite: {weights}")
-        self.timeout_s = timeout_s
         self.weights: dict[str, float] = {}
         self._of_episode: list[tuple[str, Callable[..., Any], list[str]]] = []
         self._of_group: list[tuple[str, Callable[..., Any], list[str]]] = []
@@ -128,8 +125,8 @@ class Rubric:
         self, name: str, function: Callable[..., Any], args: list[Any], episode: str
     ) -> Any:
         try:
-            return await call(function, *args, timeout_s=self.timeout_s)
-        except Exception as error:
+            return await call(function, *args)
+        except FOREIGN_ERRORS as error:
             raise RewardError(
                 f"reward {name} failed on {episode!r}: {type(error).__name__}: {error}"
             ) from error

@@ -28,8 +28,7 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
                 metrics.add(f"stop/{reason}", float(tape.stop_reason is reason))
             if tape.reward is None:
                 continue
-            metrics.add("reward", tape.reward)
-            metrics.update(tape.metrics | tape.rewards)
+            metrics.update(tape.metrics | tape.rewards | {"reward": tape.reward})
             num_sampled = tape.num_sampled_tokens
             span = tape.turns[-1].end - tape.turns[0].start if tape.turns else 0
             metrics.add("completions/mean_length", num_sampled)

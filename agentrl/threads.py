@@ -17,6 +17,9 @@ from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+FOREIGN_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
+"""What code of envs, tools and rewards may raise; the last two would end the event loop itself."""
+
 _lock = threading.Lock()
 _abandoned: set[threading.Thread] = set()
 
@@ -37,11 +40,13 @@ def num_abandoned_threads() -> int:
         return len(_abandoned)
 
 
-async def run_in_thread(function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+async def run_in_thread(
+    function: Callable[..., Any], *args: Any, timeout_s: float | None = None
+) -> Any:
     """Call `function(*args)` in a daemon thread of its own.
 
-    At the deadline, or when the caller is cancelled, the thread is left behind and counted until
-    it ends.
+    At the deadline (None: the caller keeps it), or when the caller is cancelled, the thread is left
+    behind and counted until it ends.
 
     Raises:
         DeadlineExceeded: a TimeoutError; `function` did not return within `timeout_s` seconds.
@@ -83,8 +88,8 @@ async def run_in_thread(function: Callable[..., Any], *args: Any, timeout_s: flo
     return value
 
 
-async def call(function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
-    """Call `function(*args)` where it belongs, under a deadline.
+async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
+    """Call `function(*args)` where it belongs, under a deadline (None: the caller keeps it).
 
     A coroutine function and one marked `inline` run on the event loop, any other in a thread of
     its own.
@@ -113,5 +118,5 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _late(function: Callable[..., Any], timeout_s: float) -> str:
+def _late(function: Callable[..., Any], timeout_s: float | None) -> str:
     return f"{name_of(function)} did not return within {timeout_s:g} s"

@@ -16,7 +16,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 from typing_extensions import TypedDict
 
-from agentrl.threads import DeadlineExceeded, call
+from agentrl.threads import FOREIGN_ERRORS, DeadlineExceeded, call
 
 
 class ToolOutcome(StrEnum):
@@ -98,7 +98,7 @@ class Tool:
                 content=f"Error: {self.name} timed out after {self.timeout_s:g} s",
                 outcome=ToolOutcome.TIMEOUT,
             )
-        except (Exception, SystemExit) as error:
+        except FOREIGN_ERRORS as error:
             return ToolResult(
                 content=to_text(f"Error: {type(error).__name__}: {error}"),
                 outcome=ToolOutcome.ERROR,

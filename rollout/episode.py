@@ -24,9 +24,9 @@ from agentrl.env import to_messages
 from agentrl.protocols import Engine, EngineDied
 from agentrl.renderer import Renderer
 from agentrl.rubric import RewardError, Rubric
-from agentrl.threads import run_in_thread
+from agentrl.threads import FOREIGN_ERRORS, run_in_thread
 from agentrl.trajectory import Trajectory
-from agentrl.types import Message, Sampling, StopReason, Task
+from agentrl.types import Action, Message, Sampling, StopReason, Task
 from rollout.gate import Gate, Turnstile
 from rollout.seeds import derive_seed
 
@@ -128,80 +128,103 @@ async def play(episode: Episode, stage: Stage) -> Trajectory:
 
 
 async def _turns(episode: Episode, stage: Stage) -> StopReason:
-    tape, config, renderer = episode.tape, stage.config, stage.renderer
+    """Engine and env take turns until one of them, or a limit, ends the episode."""
+    tape, config = episode.tape, stage.config
+    info = await _reset(episode, stage)
+    while True:
+        max_new_tokens, limit = min(
+            (config.max_new_tokens, StopReason.TURN_LENGTH),
+            (config.max_episode_tokens - tape.num_sampled_tokens, StopReason.EPISODE_LENGTH),
+            (config.max_context_tokens - len(tape.context), StopReason.CONTEXT_LENGTH),
+            key=itemgetter(0),
+        )
+        if max_new_tokens <= 0:
+            return _end(tape, info, limit)
+        action = await _generate(episode, stage, max_new_tokens)
+        if action.finish_reason == "length":
+            return _end(tape, info, limit)
+        info, reason = await _step(episode, stage, action)
+        if reason is not None:
+            return _end(tape, info, reason)
+
+
+async def _reset(episode: Episode, stage: Stage) -> dict[str, Any]:
+    """Make the env and put its prompt on the tape, which it must leave room to answer."""
+    tape, config = episode.tape, stage.config
     await stage.turnstile.pass_through()
     with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
         episode.env = env = stage.make_env()
         async with _work(episode, "reset", "env", stage.env_calls, config.env_timeout_s):
             options = {"task": episode.task}
-            observation, info = await _call(
-                env, "reset", config, seed=episode.env_seed, options=options
-            )
+            observation, info = await _call(env, "reset", seed=episode.env_seed, options=options)
         tape.messages += to_messages(observation)
         tape.observe(stage.prompt(tape.messages))
-    while True:
-        context = tape.context
-        max_new_tokens, limit = min(
-            (config.max_new_tokens, StopReason.TURN_LENGTH),
-            (config.max_episode_tokens - tape.num_sampled_tokens, StopReason.EPISODE_LENGTH),
-            (config.max_context_tokens - len(context), StopReason.CONTEXT_LENGTH),
-            key=itemgetter(0),
+    if len(tape) >= config.max_context_tokens:
+        raise _Fault(
+            StopReason.PROMPT_TOO_LONG,
+            f"the prompt has {len(tape)} tokens, max_context_tokens={config.max_context_tokens}",
         )
-        if max_new_tokens <= 0:
-            if tape.turns:
-                return _end(tape, info, limit)
-            raise _Fault(
-                StopReason.PROMPT_TOO_LONG,
-                f"the prompt has {len(context)} tokens, "
-                f"max_context_tokens={config.max_context_tokens}",
-            )
-        sampling = Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=config.temperature,
-            seed=derive_seed(episode.seed, len(tape.turns)),
-            stop_token_ids=renderer.stop_token_ids,
-        )
-        with _faults(StopReason.ENGINE_ERROR, StopReason.ENGINE_TIMEOUT):
-            async with _work(
-                episode, "generate", "generate", stage.generation, config.generate_timeout_s
-            ):
-                completion = await stage.engine.generate(context, sampling, session=episode.id)
-            tape.act(completion)
-        await stage.turnstile.pass_through()
-        if completion.finish_reason == "abort":
-            raise _Fault(StopReason.ABORTED, f"the engine aborted turn {len(tape.turns)}")
-        with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
-            action = renderer.parse(completion.token_ids, completion.finish_reason)
-            tape.messages.append(action.to_message())
-            if completion.finish_reason == "length":
-                return _end(tape, info, limit)
-            async with _work(episode, "step", "env", stage.env_calls, config.env_timeout_s):
-                observation, reward, terminated, truncated, info = await _call(
-                    env, "step", config, action
-                )
-            new = to_messages(observation)
-            _add_step_reward(tape, reward)
-            reason = (
-                StopReason(info["stop_reason"]) if "stop_reason" in info
-                else StopReason.DONE if terminated
-                else StopReason.TRUNCATED if truncated
-                else StopReason.MAX_TURNS if len(tape.turns) >= config.max_turns
-                else None
-            )  # fmt: skip
-            if reason is not None:
-                tape.messages += new
-                return _end(tape, info, reason)
-            delta = renderer.observation(tape.messages, new, context=tape.context)
+    return info
+
+
+async def _generate(episode: Episode, stage: Stage, max_new_tokens: int) -> Action:
+    """Let the engine sample a turn, put it on the tape, and read it."""
+    tape, config, renderer = episode.tape, stage.config, stage.renderer
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=config.temperature,
+        seed=derive_seed(episode.seed, len(tape.turns)),
+        stop_token_ids=renderer.stop_token_ids,
+    )
+    timeout_s = config.generate_timeout_s
+    with _faults(StopReason.ENGINE_ERROR, StopReason.ENGINE_TIMEOUT):
+        async with _work(episode, "generate", "generate", stage.generation, timeout_s):
+            completion = await stage.engine.generate(tape.context, sampling, session=episode.id)
+        tape.act(completion)
+    await stage.turnstile.pass_through()
+    if completion.finish_reason == "abort":
+        raise _Fault(StopReason.ABORTED, f"the engine aborted turn {len(tape.turns)}")
+    with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
+        action = renderer.parse(completion.token_ids, completion.finish_reason)
+        tape.messages.append(action.to_message())
+    return action
+
+
+async def _step(
+    episode: Episode, stage: Stage, action: Action
+) -> tuple[dict[str, Any], StopReason | None]:
+    """Step the env; where the episode goes on, put what it said on the tape."""
+    tape, config, env = episode.tape, stage.config, episode.env
+    with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
+        async with _work(episode, "step", "env", stage.env_calls, config.env_timeout_s):
+            observation, reward, terminated, truncated, info = await _call(env, "step", action)
+        new = to_messages(observation)
+        _add_step_reward(tape, reward)
+        reason = (
+            StopReason(info["stop_reason"]) if "stop_reason" in info
+            else StopReason.DONE if terminated
+            else StopReason.TRUNCATED if truncated
+            else StopReason.MAX_TURNS if len(tape.turns) >= config.max_turns
+            else None
+        )  # fmt: skip
+        if reason is not None:
             tape.messages += new
-        kept = 0 if delta.new_segment else len(tape) - tape.segment_starts[-1]
-        if kept + len(delta.token_ids) >= config.max_context_tokens:
-            return _end(tape, info, StopReason.CONTEXT_LENGTH)
-        tape.observe(delta.token_ids, new_segment=delta.new_segment)
+            return info, reason
+        delta = stage.renderer.observation(tape.messages, new, context=tape.context)
+        tape.messages += new
+    kept = 0 if delta.new_segment else len(tape) - tape.segment_starts[-1]
+    if kept + len(delta.token_ids) >= config.max_context_tokens:
+        return info, StopReason.CONTEXT_LENGTH
+    tape.observe(delta.token_ids, new_segment=delta.new_segment)
+    return info, None
 
 
 def _end(tape: Trajectory, info: dict[str, Any], reason: StopReason) -> StopReason:
     with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
-        tape.metrics |= {name: float(value) for name, value in info.get("metrics", {}).items()}
+        for name, value in info.get("metrics", {}).items():
+            if not math.isfinite(value):
+                raise ValueError(f"the env's metric {name!r} is {value}")
+            tape.metrics[name] = float(value)
     return reason
 
 
@@ -210,8 +233,7 @@ def _add_step_reward(tape: Trajectory, reward: Any) -> None:
         reward = float(reward)
         if not math.isfinite(reward):
             raise RewardError(f"step {len(tape.turns)} of the env gave the reward {reward}")
-        if reward:
-            tape.rewards["env"] = tape.rewards.get("env", 0.0) + reward
+        tape.rewards["env"] = tape.rewards.get("env", 0.0) + reward
 
 
 async def _score(episode: Episode, stage: Stage) -> None:
@@ -224,11 +246,16 @@ async def _score(episode: Episode, stage: Stage) -> None:
                 episode, "score", "score", stage.env_calls, stage.config.score_timeout_s
             ):
                 rewards = await rubric.score(task=episode.task, trajectory=tape, env=env.unwrapped)
-            if twice := rewards.keys() & tape.rewards.keys():
-                raise RewardError(f"two rewards are named {', '.join(sorted(twice))}")
-            tape.rewards |= rewards
+            add_rewards(tape, rewards)
         if not any(rubric.scores_groups for rubric in rubrics):
             tape.reward = total_reward(tape, rubrics)
+
+
+def add_rewards(tape: Trajectory, rewards: dict[str, float]) -> None:
+    """Raises RewardError where a name is taken, for one of the two would be lost."""
+    if twice := rewards.keys() & tape.rewards.keys():
+        raise RewardError(f"two rewards are named {', '.join(sorted(twice))}")
+    tape.rewards |= rewards
 
 
 def total_reward(tape: Trajectory, rubrics: list[Rubric]) -> float:
@@ -246,8 +273,8 @@ async def _close(episode: Episode, stage: Stage) -> None:
                 if type(env.unwrapped).close is gymnasium.Env.close:
                     env.close()  # nothing of its own to close: not worth a thread
                 else:
-                    await _call(env, "close", config)
-    except Exception:
+                    await _call(env, "close")
+    except FOREIGN_ERRORS:
         tape.metrics["env/close_errors"] = 1.0
         logger.exception("episode %s: closing the env failed", episode.id)
     finally:
@@ -259,16 +286,14 @@ async def _close(episode: Episode, stage: Stage) -> None:
             logger.exception("episode %s: releasing its session failed", episode.id)
 
 
-async def _call(env: Any, method: str, config: RolloutConfig, *args: Any, **kwargs: Any) -> Any:
+async def _call(env: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method of `env`: on the loop where it is async, else in a thread.
 
     The env itself is asked which it is, because wrappers are plain functions either way.
     """
     function = getattr(env, method)
     if not inspect.iscoroutinefunction(getattr(env.unwrapped, method)):
-        return await run_in_thread(
-            partial(function, *args, **kwargs), timeout_s=config.env_timeout_s
-        )
+        return await run_in_thread(partial(function, *args, **kwargs))
     return await function(*args, **kwargs)
 
 
@@ -286,7 +311,7 @@ class _faults:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, cause: BaseException | None, trace: Any) -> None:
-        if isinstance(cause, Exception) and not isinstance(cause, _Fault | EngineDied):
+        if isinstance(cause, FOREIGN_ERRORS) and not isinstance(cause, _Fault | EngineDied):
             reason = self.timeout if isinstance(cause, TimeoutError) else self.error
             raise _Fault(reason, cause) from cause
 

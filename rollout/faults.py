@@ -33,13 +33,26 @@ class FaultBudget:
         Raises:
             RolloutError: after a batch's worth of attempts, too many of them were faults.
         """
-        reason = tape.stop_reason
-        assert reason is not None
+        assert tape.stop_reason is not None
         self._num_attempts += 1
-        if reason.is_fault:
-            self._metrics.count(f"rollout/faults/{reason}")
-            self._faults[reason] += 1
-            self._causes[reason] = tape.error
+        if tape.stop_reason.is_fault:
+            self.count_fault(tape)
+        else:
+            self._check()
+
+    def count_fault(self, tape: Trajectory) -> None:
+        """Take the fault of an attempt, which may have been counted when it was still sound.
+
+        Raises:
+            RolloutError: as `count` does.
+        """
+        assert tape.stop_reason is not None
+        self._metrics.count(f"rollout/faults/{tape.stop_reason}")
+        self._faults[tape.stop_reason] += 1
+        self._causes[tape.stop_reason] = tape.error
+        self._check()
+
+    def _check(self) -> None:
         limit, num_faults = self._config.max_fault_fraction, self._faults.total()
         batch = self._num_groups * self._config.num_generations
         if self._num_attempts >= batch and num_faults > limit * self._num_attempts:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from agentrl.rubric import RewardError
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import StopReason
-from rollout.episode import Episode, Stage, play, total_reward
+from rollout.episode import Episode, Stage, add_rewards, play, total_reward
 from rollout.seeds import derive_seed
 from rollout.tasks import Draw
 
@@ -83,7 +83,7 @@ class GroupPlayer:
                 async with self.stage.env_calls, deadline:
                     rewards = await rubric.score_group(group, envs)
                 for tape, named in zip(tapes, rewards, strict=True):
-                    tape.rewards |= named
+                    add_rewards(tape, named)
             for tape in tapes:
                 tape.reward = total_reward(tape, rubrics)
         except (RewardError, TimeoutError) as error:

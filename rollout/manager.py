@@ -38,6 +38,7 @@ from agentrl.protocols import Engine, Weights
 from agentrl.renderer import Renderer
 from agentrl.rubric import Rubric
 from agentrl.summary import summarize
+from agentrl.threads import num_abandoned_threads
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from rollout.episode import PromptMemo, Stage
 from rollout.faults import FaultBudget, RolloutError
@@ -125,7 +126,7 @@ class RolloutManager:
             seed=seed,
             pending=self._watch.pending,
             on_episode=on_train_episode,
-            on_fault=self._faults.count,
+            on_fault=self._faults.count_fault,
         )
         self._eval_player = replace(
             self._player,
@@ -371,6 +372,7 @@ class RolloutManager:
                 sum(t.num_sampled_tokens for t in tapes) / elapsed
             )
         metrics["rollout/event_loop_lag"] = self._watch.lag_s
+        metrics["rollout/abandoned_threads"] = num_abandoned_threads()
         self._waited_s, self._popped_at, self._watch.lag_s = 0.0, now, 0.0
         return metrics
 

@@ -1,6 +1,7 @@
 """One episode: its budget, its ends, its faults."""
 
 import asyncio
+import inspect
 import logging
 import math
 import time
@@ -193,6 +194,80 @@ def test_an_env_that_raises_in_close_is_counted_and_its_episode_kept(renderer, c
     assert (tape.stop_reason, tape.reward) == (StopReason.DONE, 2.0)
     assert tape.metrics["env/close_errors"] == 1.0
     assert "boom" in caplog.text
+
+
+@pytest.mark.parametrize("exit", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["reset", "step", "close", "reward"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_code_that_exits_ends_its_episode_and_not_the_loop(renderer, where, exit, asynchronous):
+    """F019: raised on an event loop, these two end the loop itself, and the run hangs."""
+
+    def leave(here):
+        if here == where:
+            raise exit("bye")
+
+    class Plain(TextEnv):
+        def reset(self, *, seed=None, options=None):
+            leave("reset")
+            return "go", {}
+
+        def step(self, action):
+            leave("step")
+            return "", 0.0, True, False, {}
+
+        def close(self):
+            leave("close")
+
+    class Async(Plain):
+        async def reset(self, *, seed=None, options=None):
+            return super().reset()
+
+        async def step(self, action):
+            return super().step(action)
+
+        async def close(self):
+            super().close()
+
+    def reward(completion):
+        leave("reward")
+        return 1.0
+
+    async def async_reward(completion):
+        return reward(completion)
+
+    tape = play_one(
+        ScriptedEngine(renderer),
+        Async if asynchronous else Plain,
+        rubric=Rubric([async_reward if asynchronous else reward]),
+    )
+    if where == "close":
+        assert tape.metrics["env/close_errors"] == 1.0 and tape.reward == 1.0
+    else:
+        assert tape.stop_reason in (StopReason.ENV_ERROR, StopReason.REWARD_ERROR)
+        assert exit.__name__ in tape.error and "bye" in tape.error
+
+
+def test_an_env_metric_that_is_no_number_voids_its_episode(renderer):
+    """Later, the mean over the batch would refuse it, and end the run."""
+
+    class Odd(CountEnv):
+        async def step(self, action):
+            return "", 1.0, True, False, {"metrics": {"odd": math.nan}}
+
+    tape = play_one(ScriptedEngine(renderer), Odd)
+    assert tape.stop_reason is StopReason.ENV_ERROR and "odd" in tape.error
+
+
+def test_an_env_that_rewards_nothing_says_so(renderer):
+    """Else the mean of its rewards would be over the good episodes alone."""
+    assert play_one(ScriptedEngine(renderer, "no")).rewards == {"env": 0.0}
+
+
+def test_the_scores_deadline_alone_bounds_a_reward(renderer):
+    """F025: no shorter one hides inside."""
+    assert "timeout_s" not in inspect.signature(Rubric).parameters
+    tape = play_one(ScriptedEngine(renderer), rubric=Rubric([slow]), score_timeout_s=5)
+    assert tape.reward == 1.0
 
 
 def test_a_constructor_that_raises_ends_the_episode(renderer):

@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from agentrl.config import EvalConfig
+from agentrl.env import TextEnv
 from agentrl.protocols import EngineDied
 from agentrl.rubric import Rubric
 from agentrl.summary import summarize
@@ -582,6 +583,69 @@ def test_a_group_reward_that_raises_voids_the_group(renderer):
         manager.next_groups(2)
 
 
+def test_a_group_that_cannot_be_scored_counts_its_attempts_once(renderer):
+    """F052: all of them failed, which is more than half of them."""
+
+    def broken(completions):
+        raise ValueError("boom")
+
+    rollout = {"max_attempts": 9}
+    with (
+        manager_of(ScriptedEngine(renderer), rubric=Rubric([broken]), rollout=rollout) as manager,
+        pytest.raises(RolloutError, match=r"\d of \d episodes failed"),
+    ):
+        manager.next_groups(2)
+
+
+def test_two_rewards_of_one_name_are_refused_in_a_group_too(renderer):
+    def env(completions):
+        return [0.0] * len(completions)
+
+    with (
+        manager_of(ScriptedEngine(renderer), rubric=Rubric([env])) as manager,
+        pytest.raises(RolloutError, match="two rewards are named env"),
+    ):
+        manager.next_groups(2)
+
+
+def test_what_an_episode_is_worth_is_not_mixed_with_a_reward_of_that_name():
+    tape = Trajectory()
+    tape.reward, tape.stop_reason, tape.rewards = 3.0, StopReason.DONE, {"reward": 1.0, "b": 2.0}
+    metrics = summarize([TrajectoryGroup(id="g", task=Task(id="t"), trajectories=[tape])])
+    assert metrics["reward"] == 3.0
+
+
+def test_abandoned_threads_are_counted(renderer):
+    """F023: a blocking call outlives its deadline, and shows."""
+    release = threading.Event()
+
+    class Stuck(TextEnv):
+        def reset(self, *, seed=None, options=None):
+            release.wait()
+
+    rollout = {"env_timeout_s": 0.05, "max_fault_fraction": 1.0, "min_group_size": 1}
+    with manager_of(ScriptedEngine(renderer), Stuck, rollout=rollout) as manager:
+        before = manager.pop_metrics()["rollout/abandoned_threads"]
+        with pytest.raises(RolloutError):
+            manager.next_groups(2)
+        assert manager.pop_metrics()["rollout/abandoned_threads"] >= before + 4
+        release.set()
+
+
+def test_a_rejected_group_gives_its_place_back(renderer):
+    """F022: one place for a group, and the first group is lost."""
+    rollout = {
+        "prompts_per_step": 1,
+        "num_generations": 1,
+        "max_concurrent_generations": 1,
+        "max_concurrent_env_calls": 1,
+        "max_attempts": 2,
+        "max_fault_fraction": 1.0,
+    }
+    with manager_of(ScriptedEngine(renderer), failing(0, 1), rollout=rollout) as manager:
+        assert [group.id for _ in range(2) for group in manager.next_groups(1)] == ["g1", "g2"]
+
+
 def test_engine_scores_cross_over(renderer):
     with manager_of(ScriptedEngine(renderer)) as manager:
         assert manager.score([1, 2, 3]) == [-1.0, -1.0]
@@ -596,7 +660,7 @@ def test_metrics_split_the_time_and_start_anew(renderer):
         manager.next_groups(2)
         metrics = manager.pop_metrics()
         assert "reward" not in manager.pop_metrics()
-    assert metrics["reward"] == 1.0 and metrics["env"] == 2.0 and metrics["asked"] == 2.0
+    assert metrics["reward"] == metrics["env"] == 1.0 and metrics["asked"] == 2.0
     assert metrics["stop/done"] == 1.0 and metrics["completions/mean_turns"] == 2.0
     assert metrics["reward_std"] == pytest.approx(2**0.5)
     parts = ("generate", "env", "queue")

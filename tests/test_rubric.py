@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from typing import Any
 
@@ -147,18 +146,6 @@ def test_a_group_reward_of_the_wrong_length_is_an_error():
 
     with pytest.raises(RewardError, match="a list of 2 numbers for group 'g'"):
         score_group(Rubric([one]), group("a", "b"))
-
-
-def test_a_reward_that_hangs_ends_at_its_deadline():
-    """F024."""
-    release = threading.Event()
-
-    def hangs(completion):
-        release.wait()
-
-    with pytest.raises(RewardError, match=r"hangs did not return within 0\.05 s"):
-        score(Rubric([hangs], timeout_s=0.05), episode("e", ""))
-    release.set()
 
 
 def test_blocking_rewards_do_not_stall_the_loop():
