@@ -194,14 +194,12 @@ class LocalEngine:
         budget = PREFILL_TOKENS_PER_STEP
         chunks: list[tuple[int, int, int]] = []  # (slot, first position, number of tokens)
         ids: list[int] = []
-        ready: list[
-            _Request
-        ] = []  # all of their tokens are in this step, so the next one can be drawn
+        ready: list[_Request] = []  # with all their tokens in this step: the next can be drawn
         rows: list[int] = []  # where in the flat row their last tokens stand
         for slot in sorted(self._busy):
             request = self._busy[slot]
             start = int(self._kv.lengths[slot])
-            pending = len(request.token_ids) - start
+            pending = self._num_pending(request)
             count = 1 if pending == 1 else min(pending, budget)
             if count == 0:
                 continue
@@ -249,9 +247,8 @@ class LocalEngine:
     def _admit(self) -> None:
         """Give slots to waiting requests, as long as one step's prefill budget lasts."""
         budget = PREFILL_TOKENS_PER_STEP
-        # A request whose prompt another one is computing in this very step waits a step, and then
-        # copies it.
-        computing: list[list[int]] = []
+        # A request whose prompt another one is computing waits until it can copy it.
+        computing = [r.token_ids for r in self._busy.values() if self._num_pending(r) > 1]
         postponed: list[_Request] = []
         while budget > 0:
             with self._wake:
@@ -279,7 +276,7 @@ class LocalEngine:
             self._busy[slot] = request
             self._sessions.pop(request.session, None)  # to stand last: the longest unused first
             self._sessions[request.session] = slot
-            pending = len(request.token_ids) - length
+            pending = self._num_pending(request)
             if pending > 1:
                 computing.append(request.token_ids)
             budget -= pending
@@ -289,9 +286,7 @@ class LocalEngine:
             self._waiting.extendleft(reversed(postponed))
 
     def _free_slot(self) -> int | None:
-        """A slot that no session holds, an empty one if there is; else that of the session longest
-        idle.
-        """
+        """A slot that no session holds, best an empty one; else that of the longest idle."""
         held = self._busy.keys() | set(self._sessions.values())
         free = [slot for slot in range(self._kv.num_slots) if slot not in held]
         if free:
@@ -303,6 +298,10 @@ class LocalEngine:
                 self._counts["engine/evicted_sessions"] += 1
                 return slot
         return None
+
+    def _num_pending(self, request: _Request) -> int:
+        """Tokens whose keys and values are not computed yet; the last of them draws the next."""
+        return len(request.token_ids) - int(self._kv.lengths[request.slot])
 
     def _vacate(self, request: _Request) -> None:
         del self._busy[request.slot]

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+SHARED_TOKENS = 32  # fewer in common are not worth two more multiplications
+
 
 class KVSlots:
     """Keys and values of every layer, `[num_slots, KV heads, max_length, head dim]`, and the tokens
@@ -50,6 +52,13 @@ class KVSlots:
             slot = prefer
         return int(common[slot]), slot
 
+    def common_prefix(self, slots: list[int]) -> int:
+        """How many leading tokens all of `slots` hold in common."""
+        shortest = int(self.lengths[slots].min())
+        held = self.tokens[slots, :shortest]
+        differs = (held != held[0]).any(axis=0)
+        return int(differs.argmax()) if differs.any() else shortest
+
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
         """Make the first `length` tokens of `source` those of `slot`, and all that `slot` holds."""
         if source != slot:
@@ -66,8 +75,9 @@ class SlotAttention:
     """Attention of a flat row of chunks, each over its own slot; an `agentrl.attention.Attend`.
 
     Chunks of one token, the decoding rows, attend together over the slots up to the highest in use;
-    idle ones between them are computed and dropped, which is cheaper than to gather the cache.
-    Longer chunks attend one by one.
+    idle ones between them are computed and dropped, which is cheaper than to gather the cache. What
+    all of them begin with, such as the demonstrations of a prompt, is read from memory once. Longer
+    chunks attend one by one.
     """
 
     def __init__(self, kv: KVSlots, chunks: list[tuple[int, int, int]]) -> None:
@@ -92,14 +102,15 @@ class SlotAttention:
         self.single_rows = torch.tensor(single_rows, device=kv.device)
         self.single_slots = torch.tensor(single_slots, device=kv.device)
         if single_rows:
+            self.first = single_slots[0]
             self.width = max(single_slots) + 1
             self.length = max(single_ends)
-            ends = torch.ones(
-                self.width, dtype=torch.long
-            )  # an idle row sees one token, to stay finite
+            # An idle row sees one token, so that its softmax stays finite.
+            ends = torch.ones(self.width, dtype=torch.long)
             ends[single_slots] = torch.tensor(single_ends)
             visible = torch.arange(self.length)[None] < ends[:, None]
             self.mask = visible[:, None, None].to(kv.device)
+            self.shared = kv.common_prefix(single_slots) if len(single_rows) > 1 else 0
 
     def __call__(
         self,
@@ -116,17 +127,16 @@ class SlotAttention:
         num_kv, head_dim = keys.shape[1], keys.shape[3]
         output = torch.empty_like(query)
         if len(self.single_rows):
-            # The query heads that share a KV head stand where a sequence of queries would: no key
-            # is repeated.
+            # Query heads of one KV head stand where positions would, so that no key is repeated.
             rows = query[self.single_rows].view(len(self.single_rows), num_kv, -1, head_dim)
             wide = rows.new_zeros(self.width, *rows.shape[1:])
             wide[self.single_slots] = rows
-            attended = F.scaled_dot_product_attention(
+            decode = self._decode if self.shared < SHARED_TOKENS else self._decode_shared
+            attended = decode(
                 wide,
                 keys[: self.width, :, : self.length],
                 values[: self.width, :, : self.length],
-                attn_mask=self.mask,
-                scale=scaling,
+                scaling,
             )
             output[self.single_rows] = attended[self.single_slots].reshape(len(rows), -1, head_dim)
         for span, slot, length, mask in self.long:
@@ -140,6 +150,30 @@ class SlotAttention:
             )
             output[span] = attended[0].transpose(0, 1)
         return output.transpose(0, 1)[None]
+
+    def _decode(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """One query position per slot: [slots, KV heads, query heads per KV head, head dim]."""
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=self.mask, scale=scaling
+        )
+
+    def _decode_shared(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """The same, with the shared tokens of one slot in place of everybody's."""
+        width, num_kv, group, head_dim = query.shape
+        shared = self.shared
+        by_head = query.transpose(0, 1).reshape(num_kv, width * group, head_dim)
+        common = by_head @ keys[self.first, :, :shared].transpose(1, 2)
+        common = common.view(num_kv, width, group, shared).transpose(0, 1)
+        own = query @ keys[:, :, shared:].transpose(2, 3)
+        scores = torch.cat((common, own), dim=-1).float().mul_(scaling)
+        weights = scores.masked_fill_(~self.mask, float("-inf")).softmax(dim=-1).to(query.dtype)
+        of_common = weights[..., :shared].transpose(0, 1).reshape(num_kv, width * group, shared)
+        common = (of_common @ values[self.first, :, :shared]).view(num_kv, width, group, head_dim)
+        return common.transpose(0, 1) + weights[..., shared:] @ values[:, :, shared:]
 
 
 def causal(
