@@ -23,25 +23,30 @@ def split_reasoning(
     """
     rest = at = 0
     inside = opened or text.lstrip().startswith(OPEN_THINK)
+    calls: list[tuple[int, int]] | None = None  # in what follows `rest`
     while True:
         if inside:
             close = text.find(CLOSE_THINK, at)
             if close < 0:
                 return _MARK.sub("", text).strip("\n"), None
             rest = at = close + len(CLOSE_THINK)
+            calls = None
         mark = _MARK.search(text, at)
         if mark is None:
             break
-        data_end = _end_of_call_around(mark.start() - rest, text[rest:], parser)
-        inside = data_end is None
-        at = mark.start() if data_end is None else rest + data_end
+        if calls is None:
+            calls = _calls(text, rest, parser)
+        end = next((end for start, end in calls if start < mark.start() < end), None)
+        inside = end is None
+        at = mark.start() if end is None else end
     if rest == 0:
         return None, text
     return _MARK.sub("", text[:rest]).strip("\n"), text[rest:].lstrip("\n")
 
 
-def _end_of_call_around(index: int, text: str, parser: ToolCallParser) -> int | None:
-    for attempt in parser.scan(text):
-        if isinstance(attempt.call, ToolCall) and attempt.start < index < attempt.end:
-            return attempt.end
-    return None
+def _calls(text: str, start: int, parser: ToolCallParser) -> list[tuple[int, int]]:
+    return [
+        (start + attempt.start, start + attempt.end)
+        for attempt in parser.scan(text[start:])
+        if isinstance(attempt.call, ToolCall)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from agentrl.reasoning import split_reasoning
 from agentrl.renderer import Renderer, RendererError
+from agentrl.tool_calls import make_parser
 from agentrl.trajectory import Trajectory
 from agentrl.types import Completion, Message, ParseError, ToolCall
 
@@ -375,6 +378,15 @@ def test_calls_are_read_after_the_reasoning_only(
     assert action.content == content
     if reasoning is not None:
         assert action.reasoning == reasoning
+
+
+def test_many_calls_that_hold_a_think_tag_are_read_in_time() -> None:
+    """F039, F048: on the event loop, where reading each call for each tag took seconds."""
+    call = '<tool_call>{"name": "f", "arguments": {"a": "<think>"}}</tool_call>'
+    began = time.perf_counter()
+    reasoning, rest = split_reasoning("x" + call * 600, make_parser("hermes", []), opened=False)
+    assert time.perf_counter() - began < 0.5
+    assert reasoning is None and rest == "x" + call * 600
 
 
 def test_a_prompt_that_opens_the_reasoning_needs_its_close() -> None:
