@@ -137,6 +137,14 @@ def test_hostile_text_takes_linear_time(piece: str):
     assert time.process_time() - started < 0.5
 
 
+@pytest.mark.parametrize("text", ["2**30**5", "10**10**10", "sin(exp(exp(exp(3))))", "1e999999"])
+def test_nothing_is_computed_that_could_hang(text: str):
+    """F050: numbers are read, expressions are not evaluated."""
+    began = time.perf_counter()
+    assert not is_correct(text, "7")
+    assert time.perf_counter() - began < 0.1
+
+
 def test_unclosed_boxes_hold_no_answer():
     """F048."""
     assert read_answer("\\boxed{" * 28_000) is None

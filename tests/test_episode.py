@@ -91,7 +91,7 @@ def test_a_request_asks_for_no_more_than_fits(renderer, prompt_length, episode_t
 
 
 def test_a_prompt_that_fills_the_context_is_never_sent(renderer):
-    """F031: no call, and a trajectory of no turns."""
+    """F017, F031: no call, nothing cut, and a trajectory of no turns."""
     engine = ScriptedEngine(renderer)
     tape = play_one(engine, max_context_tokens=10)
     assert not engine.requests and not tape.turns and tape.reward is None

@@ -377,6 +377,8 @@ def test_rollouts_go_on_while_the_learner_trains(renderer):
 
 
 def test_weights_change_in_between_requests(renderer):
+    """F027: the gate waits until nothing is in flight, however long that takes."""
+
     async def script(request):
         await asyncio.sleep(0.1)
         return "yes"
