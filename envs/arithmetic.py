@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import islice, zip_longest
+from itertools import cycle, islice
 from typing import Any, Literal, get_args
 
 from agentrl.rubric import Rubric
@@ -21,7 +21,7 @@ from tools.calculator import calc, evaluate
 Kind = Literal["product", "expression", "word"]
 Problem = tuple[str, str, str]  # question, answer, and a key that is equal for equal problems
 
-NUM_TASKS = {"train": 2000, "test": 200}  # of each kind
+NUM_TASKS = {"train": 2000, "test": 200}  # per kind
 TEST_SHARE = 0.1  # of all problems there are
 
 
@@ -82,24 +82,25 @@ class Arithmetic(ToolEnv):
     ) -> None:
         """
         Args:
-            kinds: Of "product", "expression" and "word". One or two demonstrations of each are shown.
+            kinds: Of "product", "expression" and "word", in turn; one written twice comes twice as
+                often. One or two demonstrations of each are shown.
             max_operations: In an expression or word problem, 1 to 3.
             limits: As `ToolEnv` takes them.
         """
         unknown = [kind for kind in kinds if kind not in get_args(Kind)]
-        if unknown or not kinds or len(set(kinds)) < len(kinds):
-            raise ValueError(
-                f"kinds must be different ones of {', '.join(get_args(Kind))}, not {list(kinds)}"
-            )
+        if unknown or not kinds:
+            raise ValueError(f"kinds must be of {', '.join(get_args(Kind))}, not {list(kinds)}")
         if not 1 <= max_operations <= 3:
             raise ValueError(f"max_operations must be 1, 2 or 3, not {max_operations}")
         self.kinds = tuple(kinds)
         self.max_operations = max_operations
-        self.demonstrations = tuple(shot for kind in kinds for shot in _DEMONSTRATIONS[kind])
+        self.demonstrations = tuple(
+            shot for kind in dict.fromkeys(kinds) for shot in _DEMONSTRATIONS[kind]
+        )
         super().__init__(**limits)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """2,000 training or 200 test problems of each kind, the kinds in turn."""
+        """2,000 training or 200 test problems per kind."""
         if split not in NUM_TASKS:
             raise ValueError(f"there is no split {split!r}; there are {', '.join(NUM_TASKS)}")
         return _tasks(split, self.kinds, self.max_operations)
@@ -107,22 +108,25 @@ class Arithmetic(ToolEnv):
 
 @cache
 def _tasks(split: str, kinds: tuple[Kind, ...], max_operations: int) -> tuple[Task, ...]:
-    by_kind = []
-    for kind in kinds:
-        generator = random.Random(f"{kind} {split} {max_operations}")
-        problems = _unseen(_problems(kind, generator, max_operations), split)
-        by_kind.append(
-            [
-                Task(
-                    id=f"{split}-{kind}-{index}",
-                    prompt=(Message(role="user", content=question),),
-                    answer=answer,
-                    info={"kind": kind},
-                )
-                for index, (question, answer, _) in enumerate(islice(problems, NUM_TASKS[split]))
-            ]
+    problems = {
+        kind: _unseen(
+            _problems(kind, random.Random(f"{kind} {split} {max_operations}"), max_operations),
+            split,
         )
-    return tuple(task for row in zip_longest(*by_kind) for task in row)
+        for kind in kinds
+    }
+    rows = []
+    for index, kind in enumerate(islice(cycle(kinds), NUM_TASKS[split] * len(problems))):
+        question, answer, _ = next(problems[kind])
+        rows.append(
+            Task(
+                id=f"{split}-{index}-{kind}",
+                prompt=(Message(role="user", content=question),),
+                answer=answer,
+                info={"kind": kind},
+            )
+        )
+    return tuple(rows)
 
 
 def _unseen(problems: Iterator[Problem], split: str) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ def test_tasks_are_the_same_each_time_and_kinds_take_turns():
     assert [task.info["kind"] for task in tasks[:4]] == ["product", "word", "product", "word"]
     assert len(tasks) == 4000
     assert len({task.id for task in tasks}) == 4000
-    assert tasks[0].id == "train-product-0"
+    assert tasks[0].id == "train-0-product"
     assert list(tasks) == list(Arithmetic(kinds=["product", "word"]).tasks("train"))
 
 
@@ -55,6 +55,12 @@ def test_word_problems_are_short_and_work_out():
             assert len(question(task).split()) <= 35
             assert int(task.answer) > 0
             assert "{" not in question(task)
+
+
+def test_a_kind_written_twice_comes_twice_as_often():
+    tasks = Arithmetic(kinds=["product", "word", "word"]).tasks("test")
+    assert [task.info["kind"] for task in tasks[:6]] == ["product", "word", "word"] * 2
+    assert len(tasks) == len({task.prompt[0].content for task in tasks}) == 400
 
 
 def test_templates_have_the_number_of_operations_they_claim():

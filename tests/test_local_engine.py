@@ -305,6 +305,20 @@ def test_score_is_the_teacher_forced_logprob(model, reference):
     assert scores == pytest.approx(true_logprobs(reference, ids[:1], ids[1:]), abs=2e-5)
 
 
+def test_a_command_that_nobody_waits_for_any_more_does_no_harm(model):
+    async def play(engine):
+        busy = asyncio.create_task(
+            engine.generate(prompt_of(1, 5), Sampling(max_new_tokens=60), session="a")
+        )
+        await asyncio.sleep(0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.score(prompt_of(2, 5)), 0)
+        assert len((await busy).token_ids) == 60
+        assert len(await engine.score(prompt_of(2, 5))) == 4
+
+    run(engine_for(model), play)
+
+
 def test_a_dead_engine_fails_its_requests_and_names_the_cause(model):
     """F021: nobody waits for an engine that is gone."""
     broken = copy.deepcopy(model)

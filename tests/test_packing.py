@@ -11,7 +11,12 @@ from agentrl.attention import register_attention
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, StopReason, Task
 from train.logprobs import token_logprobs
-from train.packing import pack, single_sequence
+from train.packing import Node, pack, single_sequence
+
+
+@pytest.fixture(autouse=True)
+def share_single_tokens(monkeypatch):
+    monkeypatch.setattr("train.packing.SHARED_BLOCK", 1)
 
 
 def tape(*parts, reward=1.0, stop_reason=StopReason.DONE, new_segments=()):
@@ -67,7 +72,7 @@ def test_a_group_lays_its_prompt_down_once():
     assert row.trajectory_ids.tolist() == [0, 0, 1]
     assert row.trajectory_tokens.tolist() == [2, 2, 1]
     assert row.versions.tolist() == [3, 3, 3]
-    assert row.layout == ((2, (2, 1)),)
+    assert row.layout == (Node(2, (Node(2), Node(1))),)
     assert (batch.num_loss_tokens, batch.num_trajectories) == (3, 2)
 
 
@@ -82,15 +87,36 @@ def test_exactly_the_sampled_tokens_are_trained():
 def test_the_shared_prefix_ends_before_any_sampled_token():
     # Both begin 5 6 7, but the second one sampled its 7.
     (row,) = pack_ones(group(tape([5, 6, 7], [8]), tape([5, 6], [7, 9]))).micro_batches
-    assert row.layout == ((2, (2, 2)),)
-    assert row.input_ids[row.trained].tolist() == [8, 7, 9]
+    assert row.layout == (Node(2, (Node(2), Node(2))),)
+    assert row.input_ids[row.trained].tolist() == [7, 9, 8]
+
+
+def test_groups_share_what_their_prompts_begin_with():
+    """Demonstrations 1 2, then a prompt per group."""
+    first = group(tape([1, 2, 5], [7]), tape([1, 2, 5], [8]))
+    second = group(tape([1, 2, 6], [7, 9]), tape([1, 2, 6], [8]))
+    (row,) = pack_ones(first, second).micro_batches
+    families = (Node(1, (Node(1), Node(1))), Node(1, (Node(2), Node(1))))
+    assert row.layout == (Node(2, families),)
+    assert row.input_ids.tolist() == [1, 2, 5, 7, 8, 6, 7, 9, 8]
+    assert row.previous.tolist() == [-1, 0, 1, 2, 2, 1, 5, 6, 5]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 3, 2, 3, 4, 3]
+
+
+def test_fewer_tokens_in_common_than_a_block_are_not_shared(monkeypatch):
+    monkeypatch.setattr("train.packing.SHARED_BLOCK", 4)
+    members = [tape([1, 2, 3, 4, 5, 6, end], [9]) for end in (7, 8)]
+    (row,) = pack_ones(group(*members)).micro_batches
+    assert row.layout == (Node(4, (Node(4), Node(4))),)
+    short = [tape([1, 2, end], [9]) for end in (7, 8)]
+    assert pack_ones(group(*short)).micro_batches[0].layout == (Node(4), Node(4))
 
 
 def test_segments_of_a_trajectory_count_once():
     trajectory = tape([1, 2], [3, 4], [1, 9], [5], new_segments=(2,))
     batch = pack_ones(group(trajectory))
     (row,) = batch.micro_batches
-    assert row.layout == ((1, (3, 2)),)
+    assert row.layout == (Node(1, (Node(3), Node(2))),)
     assert row.trajectory_tokens.tolist() == [3, 3, 3]
     assert (batch.num_loss_tokens, batch.num_trajectories) == (3, 1)
 
@@ -123,9 +149,9 @@ def test_a_group_larger_than_the_budget_is_split_with_its_prefix():
     members = [tape([1, 2, 3], [10 + i, 20 + i]) for i in range(5)]
     batch = pack_ones(group(*members), budget=7)
     assert [row.layout for row in batch.micro_batches] == [
-        ((3, (2, 2)),),
-        ((3, (2, 2)),),
-        ((0, (5,)),),
+        (Node(3, (Node(2), Node(2))),),
+        (Node(3, (Node(2), Node(2))),),
+        (Node(5),),
     ]
     trained = [t for row in batch.micro_batches for t in row.input_ids[row.trained].tolist()]
     assert sorted(trained) == sorted([10 + i for i in range(5)] + [20 + i for i in range(5)])

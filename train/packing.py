@@ -1,4 +1,4 @@
-"""Groups of trajectories as packed rows, in which the members of a group share their prompt."""
+"""Trajectories as packed rows, in which what sequences begin with alike is computed once."""
 
 from __future__ import annotations
 
@@ -14,20 +14,33 @@ from torch.nn.attention.bias import causal_lower_right
 
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 
-Layout = tuple[tuple[int, tuple[int, ...]], ...]
-"""Per group of a row: the length of its shared prefix (0: none), and of each suffix."""
+SHARED_BLOCK = 8
+"""Tokens; beginnings are shared in multiples of it, for fewer are not worth a call of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Tokens of a row that `children` go on from; a leaf ends a sequence."""
+
+    num_tokens: int
+    children: tuple[Node, ...] = ()
+
+
+Layout = tuple[Node, ...]
+"""The sequences of a row as a forest, its tokens in preorder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """One packed row of T tokens, of which N are trained.
 
-    A suffix goes on where its group's prefix ends: in `position_ids`, in `previous`, in attention.
+    Sequences that begin alike, the members of a group above all, share these tokens, and go on from
+    them in `position_ids`, in `previous` and in attention.
 
     Example:
-        Two members of a group, prompt 5 6, that sampled 7 8 and 9:
+        Two members of a group, prompt 5 6, that sampled 7 8 and 9 (and SHARED_BLOCK = 1):
         input_ids [5, 6, 7, 8, 9]   position_ids [0, 1, 2, 3, 2]   previous [-1, 0, 1, 2, 1]
-        trained [2, 3, 4]           layout ((2, (2, 1)),)
+        trained [2, 3, 4]           layout (Node(2, (Node(2), Node(1))),)
     """
 
     input_ids: torch.Tensor  # [T] int64
@@ -79,18 +92,6 @@ class _Sequence:
         return int(self.loss_mask.argmax())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
-    """Sequences that begin with the same `prefix` tokens, none of them sampled."""
-
-    prefix: int
-    sequences: list[_Sequence]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.prefix + sum(len(s.token_ids) - self.prefix for s in self.sequences)
-
-
 def pack(
     groups: Sequence[TrajectoryGroup],
     advantages: Sequence[np.ndarray],
@@ -99,7 +100,7 @@ def pack(
     keep_zero_advantages: bool = False,
     mask_truncated_completions: bool = False,
 ) -> Batch:
-    """Lay groups into rows of at most `micro_batch_tokens` tokens, first fit, largest first.
+    """Lay trajectories into rows of at most `micro_batch_tokens` tokens, sorted by their prompts.
 
     Which row a sequence lands in changes no gradient. Unscored trajectories are left out;
     trajectories whose advantage is exactly 0 are counted but not computed, for their gradient is
@@ -112,10 +113,9 @@ def pack(
     Raises:
         ValueError: one sequence alone exceeds `micro_batch_tokens`.
     """
-    blocks: list[_Block] = []
+    sequences: list[_Sequence] = []
     num_loss_tokens = num_trajectories = 0
     for group, group_advantages in zip(groups, advantages, strict=True):
-        sequences: list[_Sequence] = []
         for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
             num_tokens = trajectory.num_sampled_tokens
             reward = trajectory.reward
@@ -128,20 +128,8 @@ def pack(
                 continue
             if advantage != 0 or keep_zero_advantages:
                 sequences += _sequences(trajectory, float(advantage), num_trajectories - 1)
-        if sequences:
-            blocks += _split(_shared_prefix(sequences), sequences, micro_batch_tokens)
-
-    rows: list[list[_Block]] = []
-    room: list[int] = []
-    for block in sorted(blocks, key=lambda block: -block.num_tokens):
-        index = next((i for i, left in enumerate(room) if left >= block.num_tokens), len(rows))
-        if index == len(rows):
-            rows.append([])
-            room.append(micro_batch_tokens)
-        rows[index].append(block)
-        room[index] -= block.num_tokens
     return Batch(
-        micro_batches=[_row(row) for row in rows],
+        micro_batches=[_row(row) for row in _rows(sequences, micro_batch_tokens)],
         num_loss_tokens=num_loss_tokens,
         num_trajectories=num_trajectories,
     )
@@ -159,7 +147,7 @@ def single_sequence(token_ids: Sequence[int]) -> MicroBatch:
         trajectory_id=0,
         trajectory_tokens=max(length - 1, 1),
     )
-    return _row([_Block(prefix=0, sequences=[sequence])])
+    return _row([sequence])
 
 
 def _sequences(trajectory: Trajectory, advantage: float, index: int) -> Iterator[_Sequence]:
@@ -175,68 +163,75 @@ def _sequences(trajectory: Trajectory, advantage: float, index: int) -> Iterator
         )
 
 
-def _shared_prefix(sequences: list[_Sequence]) -> int:
-    length = min(sequence.first_sampled for sequence in sequences)
-    heads = np.stack([sequence.token_ids[:length] for sequence in sequences])
-    differs = (heads != heads[0]).any(axis=0)
-    return int(differs.argmax()) if differs.any() else length
-
-
-def _split(prefix: int, sequences: list[_Sequence], budget: int) -> Iterator[_Block]:
-    """Blocks of at most `budget` tokens, each with the prefix once; a lone sequence needs none."""
-    members: list[_Sequence] = []
-    num_tokens = prefix
-    for sequence in sequences:
+def _rows(sequences: list[_Sequence], budget: int) -> list[list[_Sequence]]:
+    """Sequences in the order of their prompts, a new row where one would not fit any more."""
+    rows: list[list[_Sequence]] = []
+    room = 0
+    for sequence in sorted(sequences, key=lambda s: s.token_ids[: s.first_sampled].tolist()):
         length = len(sequence.token_ids)
         if length > budget:
             raise ValueError(
                 f"a sequence of {length} tokens does not fit optim.micro_batch_tokens={budget}: "
                 f"raise it to at least {length}, or lower rollout.max_context_tokens"
             )
-        if num_tokens + length - prefix > budget:
-            yield _Block(prefix=prefix if len(members) > 1 else 0, sequences=members)
-            members, num_tokens = [], prefix
-        members.append(sequence)
-        num_tokens += length - prefix
-    yield _Block(prefix=prefix if len(members) > 1 else 0, sequences=members)
+        needed = length - _num_shared(rows[-1][-1], sequence) if rows else length
+        if not rows or needed > room:
+            rows.append([])
+            needed, room = length, budget
+        rows[-1].append(sequence)
+        room -= needed
+    return rows
 
 
-def _row(blocks: list[_Block]) -> MicroBatch:
+def _num_shared(a: _Sequence, b: _Sequence) -> int:
+    """How many tokens, none of them sampled, both begin with, in whole blocks."""
+    length = min(a.first_sampled, b.first_sampled)
+    differs = np.flatnonzero(a.token_ids[:length] != b.token_ids[:length])
+    same = int(differs[0]) if len(differs) else length
+    return same // SHARED_BLOCK * SHARED_BLOCK
+
+
+def _row(sequences: list[_Sequence]) -> MicroBatch:
     columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
-    layout = []
-    offset = 0
+    num_tokens = 0
 
     def append(sequence: _Sequence, start: int, stop: int, before: int) -> None:
         """Tokens [start, stop) of a sequence; `before` is where its token start - 1 stands."""
-        nonlocal offset
-        previous = np.arange(offset - 1, offset + stop - start - 1)
+        nonlocal num_tokens
+        previous = np.arange(num_tokens - 1, num_tokens + stop - start - 1)
         previous[:1] = before
         sampled = np.flatnonzero(sequence.loss_mask[start:stop])
         count = len(sampled)
         columns["input_ids"].append(sequence.token_ids[start:stop])
         columns["position_ids"].append(np.arange(start, stop))
         columns["previous"].append(previous)
-        columns["trained"].append(offset + sampled)
+        columns["trained"].append(num_tokens + sampled)
         columns["advantages"].append(np.full(count, sequence.advantage))
         columns["rollout_logprobs"].append(sequence.logprobs[start:stop][sampled])
         columns["versions"].append(sequence.versions[start:stop][sampled])
         columns["trajectory_ids"].append(np.full(count, sequence.trajectory_id))
         columns["trajectory_tokens"].append(np.full(count, sequence.trajectory_tokens))
-        offset += stop - start
+        num_tokens += stop - start
 
-    for block in blocks:
-        if block.prefix:
-            append(block.sequences[0], 0, block.prefix, -1)
-        last_of_prefix = offset - 1 if block.prefix else -1
-        for sequence in block.sequences:
-            append(sequence, block.prefix, len(sequence.token_ids), last_of_prefix)
-        suffixes = tuple(len(s.token_ids) - block.prefix for s in block.sequences)
-        layout.append((block.prefix, suffixes))
+    def lay(members: list[_Sequence], start: int, before: int) -> Layout:
+        """Nodes for members that are alike up to `start`; token start - 1 stands at `before`."""
+        nodes = []
+        while members:
+            first = members[0]
+            shared = [n for m in members[1:] if (n := _num_shared(first, m)) > start]
+            family, members = members[: len(shared) + 1], members[len(shared) + 1 :]
+            stop = min(shared, default=len(first.token_ids))
+            append(first, start, stop, before)
+            children = lay(family, stop, num_tokens - 1) if shared else ()
+            nodes.append(Node(stop - start, children))
+        return tuple(nodes)
+
+    layout = lay(sequences, 0, -1)
     tensors: dict[str, Any] = {
         name: torch.as_tensor(np.concatenate(parts)).to(_DTYPES[name])
         for name, parts in columns.items()
     }
-    return MicroBatch(**tensors, layout=tuple(layout))
+    return MicroBatch(**tensors, layout=layout)
 
 
 _DTYPES = {
@@ -255,17 +250,22 @@ _DTYPES = {
 class PackedAttention:
     """Causal attention within the sequences of a packed row (an `agentrl.attention.Attend`).
 
-    A prefix attends to itself; a suffix to its group's prefix and to itself.
+    The tokens of a node attend to the nodes above it and to themselves.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self._lengths = [n for prefix, suffixes in layout for n in (prefix, *suffixes) if n]
-        self._masks: dict[tuple[int, int], Any] = {}
-        for prefix, suffixes in layout:
-            for n in suffixes:
-                if prefix and (prefix, n) not in self._masks:
-                    self._masks[prefix, n] = _lower_right(n, prefix + n, device)
         self._layout = layout
+        self._lengths: list[int] = []
+        self._masks: dict[tuple[int, int], Any] = {}
+        self._prepare(layout, 0, device)
+
+    def _prepare(self, nodes: Layout, num_above: int, device: torch.device) -> None:
+        for node in nodes:
+            n = node.num_tokens
+            self._lengths.append(n)
+            if num_above and (num_above, n) not in self._masks:
+                self._masks[num_above, n] = _lower_right(n, num_above + n, device)
+            self._prepare(node.children, num_above + n, device)
 
     def __call__(
         self,
@@ -281,29 +281,21 @@ class PackedAttention:
         }
         # One split, so that the backward pass is one concatenation.
         parts = zip(*(x.split(self._lengths, dim=2) for x in (query, key, value)), strict=True)
-        outputs = []
-        for prefix, suffixes in self._layout:
-            prefix_key = prefix_value = None
-            if prefix:
-                q, prefix_key, prefix_value = next(parts)
-                outputs.append(
-                    F.scaled_dot_product_attention(
-                        q, prefix_key, prefix_value, is_causal=True, **options
-                    )
-                )
-            for n in suffixes:
+        outputs: list[torch.Tensor] = []
+
+        def attend(nodes: Layout, above: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+            for node in nodes:
                 q, k, v = next(parts)
-                if prefix_key is None or prefix_value is None:
+                if above is None:
                     output = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
                 else:
-                    output = F.scaled_dot_product_attention(
-                        q,
-                        torch.cat((prefix_key, k), dim=2),
-                        torch.cat((prefix_value, v), dim=2),
-                        attn_mask=self._masks[prefix, n],
-                        **options,
-                    )
+                    mask = self._masks[above[0].shape[2], node.num_tokens]
+                    k, v = torch.cat((above[0], k), dim=2), torch.cat((above[1], v), dim=2)
+                    output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
                 outputs.append(output)
+                attend(node.children, (k, v))
+
+        attend(self._layout, None)
         # [1, T, heads, head dim] is the order in memory that the output projection reads.
         return torch.cat([output.transpose(1, 2) for output in outputs], dim=1).transpose(1, 2)
 

@@ -178,6 +178,8 @@ class LocalEngine:
                 commands = list(self._commands)
                 self._commands.clear()
             for command, done in commands:
+                if not done.set_running_or_notify_cancel():
+                    continue
                 try:
                     done.set_result(command())
                 except Exception as error:  # it belongs to whoever asked
@@ -344,7 +346,8 @@ class LocalEngine:
         )
         self._fail([r for r in requests if not r.cancelled], EngineDied(cause))
         for _, done in commands:
-            done.set_exception(EngineDied(cause))
+            if done.set_running_or_notify_cancel():
+                done.set_exception(EngineDied(cause))
 
     def _forward(self, ids: list[int], chunks: list[tuple[int, int, int]]) -> torch.Tensor:
         """Hidden states [T, hidden] of the flat row of `chunks`, which join their slots."""
