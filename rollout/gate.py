@@ -49,18 +49,16 @@ class Gate:
 
     @asynccontextmanager
     async def shut(self, timeout_s: float) -> AsyncIterator[None]:
-        """Let nobody in, and wait until everybody is out.
+        """Let nobody in, and wait until everybody is out; after an error the gate stays shut.
 
         Raises:
             TimeoutError: a request is still in flight after `timeout_s` seconds.
         """
         self._open.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
-            yield
-        finally:
-            self._open.set()
+        async with asyncio.timeout(timeout_s):
+            await self._empty.wait()
+        yield
+        self._open.set()
 
 
 class Turnstile:

@@ -12,12 +12,13 @@ import pytest
 
 from agentrl.config import EvalConfig
 from agentrl.env import TextEnv
-from agentrl.protocols import EngineDied
+from agentrl.protocols import EngineDied, EngineError
 from agentrl.rubric import Rubric
 from agentrl.summary import summarize
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, Message, StopReason, Task
 from rollout.faults import RolloutError
+from rollout.gate import Gate
 from rollout.manager import RolloutManager
 from rollout.tasks import TaskStream
 from tests.engines import CountEnv, ScriptedEngine, byte_renderer, config, forever, make_tasks
@@ -389,6 +390,21 @@ def test_weights_change_in_between_requests(renderer):
         manager.update_weights([], 1)
         assert engine.in_flight_at_update == 0 and engine.version == 1
         assert len(manager.next_groups(2)) == 2
+
+
+def test_after_a_failed_update_no_request_gets_through():
+    """F070, F072: nobody knows what weights the engine has."""
+
+    async def main():
+        gate = Gate(1)
+        with pytest.raises(EngineError):
+            async with gate.shut(1):
+                raise EngineError("no weight 'a'")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05), gate:
+                raise AssertionError("a request got through")
+
+    asyncio.run(main())
 
 
 def test_a_request_that_will_not_end_fails_the_update(renderer, monkeypatch):
