@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
+import tempfile
+from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 
 class ConfigError(ValueError):
@@ -20,6 +22,7 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         frozen=True,
+        allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
@@ -34,7 +37,10 @@ class ModelConfig(Section):
     """Leave the token embeddings (and an output head tied to them) as they are."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    mixed_precision: Annotated[
+        Literal["auto", "no", "bf16"],
+        BeforeValidator(lambda value: "no" if value is False else value),  # YAML's bare `no`
+    ] = "auto"
     """Of the forward pass; weights stay float32. auto: bf16 where the hardware multiplies it."""
 
 
@@ -250,6 +256,8 @@ class _Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                break  # refused below, with its place
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is written twice", key_node.start_mark
@@ -258,11 +266,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes a string that `_Loader` would read as a number."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -276,6 +289,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {path} is no UTF-8 text: {error}") from error
     values = _parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"config file {path} holds no mapping of keys to values")
@@ -304,7 +319,7 @@ def make_config(values: dict[str, Any]) -> RunConfig:
 
 def dump_config(config: RunConfig) -> str:
     """The config, every default written out, as YAML that `load_config` reads back."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def describe_config() -> str:
@@ -318,6 +333,26 @@ def describe_config() -> str:
         else:
             lines.append(_describe(name, field))
     return "\n".join(lines)
+
+
+def fresh_folder(folder: Path, sign: str) -> Path:
+    """Make `folder`, or where it holds a `sign` already, the first free `folder-2`, `folder-3`, …
+
+    Raises:
+        ConfigError: it cannot be written to.
+    """
+    candidate, number = folder, 1
+    while (candidate / sign).exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    try:
+        candidate.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=candidate).close()
+    except OSError as error:
+        raise ConfigError(
+            f"the output folder {candidate} cannot be written: {error.strerror or error}"
+        ) from error
+    return candidate
 
 
 def _describe(name: str, field: Any) -> str:
@@ -336,6 +371,8 @@ def _parse_yaml(text: str, source: str) -> Any:
         mark = error.problem_mark
         where = f"{source}, line {mark.line + 1}" if mark else source
         raise ConfigError(f"{where}: {error.problem}") from error
+    except (yaml.YAMLError, ValueError) as error:  # a control character; a date that is none
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -374,10 +411,14 @@ def _suggest(location: list[str]) -> str:
         if isinstance(section, type) and issubclass(section, Section):
             known |= {f"{name}.{key}": key for key in section.model_fields}
     wanted = location[-1]
-    near = difflib.get_close_matches(".".join(location), known, n=1, cutoff=0.85) or [
-        path
-        for match in difflib.get_close_matches(wanted, set(known.values()), n=1, cutoff=0.7)
-        for path, key in known.items()
-        if key == match
-    ]
+    near = (
+        [path for path, key in known.items() if key == wanted]  # the right key, elsewhere
+        or difflib.get_close_matches(".".join(location), known, n=1, cutoff=0.85)
+        or [
+            path
+            for match in difflib.get_close_matches(wanted, set(known.values()), n=1, cutoff=0.7)
+            for path, key in known.items()
+            if key == match
+        ]
+    )
     return f"; did you mean {' or '.join(near)}?" if near else ""
