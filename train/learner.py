@@ -157,14 +157,29 @@ class Learner:
         self.run_id = state["run_id"]
         self.version = state["version"]
         self._bad_steps = state["bad_steps"]
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        self._load_optimizer(state["optimizer"], state["scheduler"]["last_epoch"])
         rng = state["rng"]
         random.setstate(rng["python"])
         np.random.set_state(rng["numpy"])
         torch.set_rng_state(rng["torch"])
         if rng["cuda"]:
             torch.cuda.set_rng_state_all(rng["cuda"])
+
+    def _load_optimizer(self, state: dict[str, Any], num_steps: int) -> None:
+        """Moments are those of the checkpoint; rates, schedule and decay are the config's."""
+        options = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        self.optimizer.load_state_dict(state)
+        self.scheduler.last_epoch = num_steps
+        rates = [
+            base * factor(num_steps)
+            for base, factor in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+        ]
+        for group, own, rate in zip(self.optimizer.param_groups, options, rates, strict=True):
+            group.update(own | {"lr": rate})
+        self.scheduler._last_lr = rates
 
     def _minibatches(self, groups: Sequence[TrajectoryGroup]) -> list[_Prepared]:
         bounds = np.linspace(0, len(groups), self.config.optim.num_minibatches + 1).astype(int)
