@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ Observation = str | Message | Sequence[Message]
 
 
 class EnvNotFound(ValueError):
-    """A name that leads to no env, with what to write instead."""
+    """No env to be had: a name that leads to none, or code that fails, with what to do."""
 
 
 class AnyText(spaces.Space[str]):
@@ -129,6 +130,45 @@ def make_env(name: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
     return gymnasium.make(spec, disable_env_checker=True, **kwargs)
 
 
+def open_env(name: str, kwargs: dict[str, Any]) -> Any:
+    """The env without its wrappers, to ask for its tools and tasks before a run.
+
+    Raises:
+        EnvNotFound: no such env, its module fails, or it refuses `env.kwargs`.
+    """
+    try:
+        return make_env(name, **kwargs).unwrapped
+    except EnvNotFound:
+        raise
+    except Exception as error:
+        raise EnvNotFound(
+            f"env {name!r} cannot be made with env.kwargs={kwargs}: {_cause(error)}"
+        ) from error
+
+
+def tasks_of(env: Any, split: str) -> Sequence[Task] | None:
+    """What `env.tasks(split)` gives; None for an env without tasks.
+
+    Raises:
+        EnvNotFound: it fails.
+    """
+    try:
+        return getattr(env, "tasks", lambda split: None)(split)
+    except Exception as error:
+        raise EnvNotFound(
+            f"env {type(env).__name__} has no tasks {split!r}: {_cause(error)}"
+        ) from error
+
+
+def _cause(error: Exception) -> str:
+    """The error and the line that raised it."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):  # says it itself
+        return text
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{text} ({frame.filename}, line {frame.lineno})"
+
+
 def _not_registered(name: str) -> str:
     ids = list(gymnasium.registry)
     close = difflib.get_close_matches(name, ids, n=3, cutoff=0.5)
@@ -150,7 +190,11 @@ def _load_file(path: Path) -> Any:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]  # half of a module is none
+            raise
     return sys.modules[module_name]
 
 

@@ -149,6 +149,10 @@ def _load(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(f"reward {name!r}: there is no module {error.name!r}") from error
+    except Exception as error:
+        raise ValueError(
+            f"reward {name!r}: its module failed with {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"reward {name!r}: {module.__name__} has no function {function_name!r}")
