@@ -6,10 +6,14 @@ accelerate launch train.py --config configs/calculator_smollm2_cpu.yaml optim.le
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib.util
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +25,16 @@ import accelerate
 import torch
 import transformers
 
-from agentrl.config import ConfigError, RunConfig, describe_config, dump_config, load_config
-from agentrl.env import EnvNotFound, make_env
+from agentrl.config import (
+    ConfigError,
+    RunConfig,
+    describe_config,
+    dump_config,
+    fresh_folder,
+    load_config,
+)
+from agentrl.env import EnvNotFound, make_env, open_env, tasks_of
+from agentrl.metrics import MetricsError
 from agentrl.models import ModelError
 from agentrl.protocols import EngineDied
 from agentrl.renderer import Renderer, RendererError
@@ -36,10 +48,12 @@ from train.display import Display
 from train.learner import Learner, TrainingError
 from train.loop import SyncError, train
 from train.model import load_model
-from train.record import RunRecord, fresh_folder
+from train.record import RunRecord
 
 BAD_INPUT = (ConfigError, EnvNotFound, RendererError, ModelError)
-FAILED = (RolloutError, EngineDied, TrainingError, SyncError, CheckpointError)
+FAILED = (
+    RolloutError, EngineDied, TrainingError, SyncError, CheckpointError, MetricsError, OSError
+)  # fmt: skip
 # Mean |learner - engine| logprob, in nats, that arithmetic of another order may cause.
 SYNC_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
@@ -57,14 +71,18 @@ def main(arguments: list[str] | None = None) -> int:
         run(config, resume=options.resume)
         return 0
     except BAD_INPUT as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}", error)
         return 2
     except FAILED as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}", error)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted; the same command with --resume goes on from here", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        complain("interrupted", error)
         return 130
+
+
+def complain(text: str, error: BaseException) -> None:
+    print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -89,13 +107,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def run(config: RunConfig, *, resume: bool) -> None:
     use_all_cores()
     transformers.utils.logging.disable_progress_bar()
+    require_trackers(config)
+    require_room(config)
     folder = Path(config.output_dir)
     checkpoint = latest_checkpoint(folder / "checkpoints") if resume else None
     if resume and checkpoint is None:
         raise ConfigError(f"output_dir={folder} holds no complete checkpoint to resume from")
-    if not resume:
-        folder = fresh_folder(folder)
-    env = make_env(config.env.id, **config.env.kwargs).unwrapped
+    env = open_env(config.env.id, config.env.kwargs)
+    title = describe(config)
+    if checkpoint is None:
+        folder = fresh_folder(folder, "config.yaml")
+        if str(folder) != config.output_dir:
+            title.append(f"{config.output_dir} holds a run already; this one lies in {folder}")
+            config = config.model_copy(update={"output_dir": str(folder)})
     accelerator = accelerate.Accelerator(
         mixed_precision=mixed_precision(config),
         log_with=list(config.report_to) or None,
@@ -109,27 +133,48 @@ def run(config: RunConfig, *, resume: bool) -> None:
         tools=[tool.schema for tool in getattr(env, "tools", ())],
         history=config.rollout.history,
     )
-    verdict = renderer.probe()
+    title.append(f"template {renderer.probe()}")
     learner = Learner(model, config, accelerator)
     state = load_checkpoint(checkpoint, learner) if checkpoint else None
-    record = RunRecord(folder, config, accelerator, tokenizer, state)
-    dtype = engine_dtype(config.rollout)
-    engine = LocalEngine(
-        learner.model,
-        num_slots=config.rollout.max_concurrent_generations,
-        max_context_tokens=config.rollout.max_context_tokens,
-        dtype=dtype,
-        share_weights=config.rollout.max_staleness == 0,
-    )
-    title = "\n".join([*describe(config, folder), f"template {verdict}"])
-    with Display(max_steps=config.max_steps, title=title) as display:
-        rollouts = make_rollouts(config, env, engine, renderer, EpisodeCount(config, display))
+    if state:
+        title.append(f"resumed after step {state.step}: {checkpoint}")
+    display = Display(max_steps=config.max_steps, title="\n".join(title))
+    rollouts = make_rollouts(config, env, learner.model, renderer, EpisodeCount(config, display))
+    with rollouts, display:
+        if state:
+            with unfit():
+                rollouts.load_state_dict(state.rollouts)
+        accelerator.init_trackers("agentrl")
+        record = RunRecord(folder, config, accelerator, tokenizer, state)
+        tolerance = SYNC_TOLERANCE[engine_dtype(config.rollout)]
         try:
-            train(config, learner, rollouts, record, display, state, SYNC_TOLERANCE[dtype])
+            train(config, learner, rollouts, record, display, state, tolerance)
+        except BaseException as error:
+            error.add_note(record.how_to_resume())
+            raise
         finally:
-            rollouts.close()
             accelerator.end_training()
         display.finish(record.summary())
+
+
+def require_trackers(config: RunConfig) -> None:
+    """Accelerate leaves out a tracker that is not installed without a word."""
+    missing = [name for name in config.report_to if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"report_to: {' and '.join(missing)} is not installed; "
+            f"pip install -e '.[{','.join(missing)}]'"
+        )
+
+
+def require_room(config: RunConfig) -> None:
+    """The longest episode goes through the learner in one row."""
+    rows, episode = config.optim.micro_batch_tokens, config.rollout.max_context_tokens
+    if rows < episode:
+        raise ConfigError(
+            f"optim.micro_batch_tokens={rows} is less than one episode may have: "
+            f"rollout.max_context_tokens={episode}; raise the one or lower the other"
+        )
 
 
 def mixed_precision(config: RunConfig) -> str:
@@ -140,35 +185,58 @@ def mixed_precision(config: RunConfig) -> str:
 
 
 def make_rollouts(
-    config: RunConfig, env: Any, engine: LocalEngine, renderer: Renderer, on_episode: EpisodeCount
+    config: RunConfig, env: Any, model: Any, renderer: Renderer, on_episode: EpisodeCount
 ) -> RolloutManager:
     eval_kwargs = config.env.kwargs | config.eval.env_kwargs
-    tasks = getattr(env, "tasks", lambda split: None)
+    eval_tasks = None
+    with unfit():
+        tasks = TaskStream(tasks_of(env, "train"), config.seed)
+        if config.eval.num_tasks:
+            eval_tasks = TaskStream(tasks_of(open_env(config.env.id, eval_kwargs), "test"), 0)
+        rubric = load_rewards(config.env.reward_funcs, config.env.reward_weights)
+    engine = LocalEngine(
+        model,
+        num_slots=config.rollout.max_concurrent_generations,
+        max_context_tokens=config.rollout.max_context_tokens,
+        dtype=engine_dtype(config.rollout),
+        share_weights=config.rollout.max_staleness == 0,
+    )
     try:
         return RolloutManager(
             engine=engine,
+            rubric=rubric,
             make_env=partial(make_env, config.env.id, **config.env.kwargs),
             renderer=renderer,
             config=config.rollout,
-            tasks=TaskStream(tasks("train"), config.seed),
+            tasks=tasks,
             eval_make_env=partial(make_env, config.env.id, **eval_kwargs),
             eval_config=config.eval,
-            eval_tasks=TaskStream(tasks("test"), 0) if config.eval.num_tasks else None,
-            rubric=load_rewards(config.env.reward_funcs, config.env.reward_weights),
+            eval_tasks=eval_tasks,
             seed=config.seed,
             on_episode=on_episode,
         )
     except ValueError as error:
+        asyncio.run(engine.close())
         raise ConfigError(str(error)) from error
 
 
-def describe(config: RunConfig, folder: Path) -> list[str]:
-    """The run in a few lines: what is counted, and where it lies."""
+@contextmanager
+def unfit() -> Iterator[None]:
+    """Tasks, rewards and options that do not fit each other are bad input."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def describe(config: RunConfig) -> list[str]:
+    """The run in a few lines: what is trained, and what is counted."""
     rollout, optim = config.rollout, config.optim
     num_episodes = rollout.prompts_per_step * rollout.num_generations
     num_updates = optim.num_minibatches * optim.num_iterations
     return [
-        f"{config.model.name_or_path} · {config.env.id} · {config.loss.loss_type} · {folder}",
+        f"{config.model.name_or_path} · {config.env.id} · {config.loss.loss_type} · "
+        f"{config.output_dir}",
         f"a step: {rollout.prompts_per_step} prompts x {rollout.num_generations} episodes = "
         f"{num_episodes} episodes, {num_updates} optimizer step{'s' * (num_updates > 1)}",
     ]

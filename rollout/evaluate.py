@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from agentrl.config import ConfigError, RunConfig, load_config, make_config, parse_overrides
-from agentrl.env import EnvNotFound, make_env
+from agentrl.config import (
+    ConfigError,
+    RunConfig,
+    fresh_folder,
+    load_config,
+    make_config,
+    parse_overrides,
+)
+from agentrl.env import EnvNotFound, make_env, open_env, tasks_of
 from agentrl.models import ModelError
 from agentrl.protocols import EngineDied
 from agentrl.renderer import Renderer, RendererError
@@ -39,7 +47,7 @@ from rollout.tasks import TaskStream
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: done. 1: failed on the way. 2: bad input."""
+    """0: done. 1: failed on the way. 2: bad input. 130: interrupted."""
     parser = argparse.ArgumentParser(
         prog="python -m rollout.evaluate",
         description=__doc__,
@@ -60,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if config.eval.num_tasks == 0:
             raise ConfigError("eval.num_tasks is 0: say how many tasks to play")
+        folder = fresh_folder(Path(options.output), "evaluation.json")
         groups = play(config)
     except (ConfigError, EnvNotFound, RendererError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -67,8 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (RolloutError, EngineDied) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    folder = Path(options.output)
-    folder.mkdir(parents=True, exist_ok=True)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
     figures = evaluation(groups, options.pass_reward)
     (folder / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     write_groups(folder / "trajectories.jsonl", groups)
@@ -86,7 +96,13 @@ def main(arguments: list[str] | None = None) -> int:
 def play(config: RunConfig) -> list[TrajectoryGroup]:
     """The groups of the held-out tasks, one per task."""
     kwargs = config.env.kwargs | config.eval.env_kwargs
-    env = make_env(config.env.id, **kwargs).unwrapped
+    env = open_env(config.env.id, kwargs)
+    try:
+        tasks = TaskStream(tasks_of(env, "test"), 0)
+        tasks.require(config.eval.num_tasks, "eval.num_tasks")
+        rubric = load_rewards(config.env.reward_funcs, config.env.reward_weights)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     engine, tokenizer = load_engine(config.model.name_or_path, config.rollout)
     renderer = Renderer(
         tokenizer,
@@ -96,28 +112,29 @@ def play(config: RunConfig) -> list[TrajectoryGroup]:
     )
     console = Console(stderr=True)
     console.print(renderer.probe())
-    tasks = TaskStream(getattr(env, "tasks", lambda split: None)("test"), 0)
     with Progress(console=console) as progress:
         bar = progress.add_task(
             "episodes", total=config.eval.num_tasks * config.eval.num_generations
         )
-        try:
-            rollouts = RolloutManager(
-                engine=engine,
-                make_env=partial(make_env, config.env.id, **kwargs),
-                renderer=renderer,
-                config=config.rollout.model_copy(update={"prompts_per_step": 1}),
-                tasks=tasks,
-                eval_config=config.eval,
-                eval_tasks=tasks,
-                rubric=load_rewards(config.env.reward_funcs, config.env.reward_weights),
-                seed=config.seed,
-                on_episode=lambda _: progress.advance(bar),
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        with rollouts:
-            return rollouts.evaluate()
+        with RolloutManager(
+            engine=engine,
+            make_env=partial(make_env, config.env.id, **kwargs),
+            renderer=renderer,
+            config=config.rollout.model_copy(update={"prompts_per_step": 1, "oversampling": 1.0}),
+            tasks=tasks,
+            eval_config=config.eval,
+            eval_tasks=tasks,
+            rubric=rubric,
+            seed=config.seed,
+            on_episode=lambda _: progress.advance(bar),
+        ) as rollouts:
+            groups = rollouts.evaluate()
+    episodes = [episode for group in groups for episode in group.trajectories]
+    if all(episode.reward is None for episode in episodes):
+        reason, count = Counter(e.stop_reason for e in episodes).most_common(1)[0]
+        error = next(e.error for e in episodes if e.stop_reason is reason)
+        raise RolloutError(f"no episode could be played; {count} of {len(episodes)}: {error}")
+    return groups
 
 
 def evaluation(groups: Sequence[TrajectoryGroup], pass_reward: float) -> dict[str, float]:

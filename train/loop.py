@@ -44,7 +44,7 @@ def train(
     """Run the batches that are left of `config.max_steps`; evaluate before, between and after.
 
     Args:
-        resumed: what the learner was loaded from.
+        resumed: what learner and rollouts were loaded from.
         sync_tolerance: mean |learner - engine| logprob of the probe, in nats, that passes.
 
     Raises:
@@ -54,7 +54,7 @@ def train(
     step = 0
     if resumed is not None:
         step = resumed.step
-        rollouts.load_state_dict(resumed.rollouts)
+        rollouts.update_weights(learner.weights(), learner.version)
     state = rollouts.state_dict()
     try:
         if step == 0:
@@ -67,21 +67,24 @@ def train(
                 display.phase("update")
                 metrics = rollouts.pop_metrics()
                 metrics |= timed("update", learner.update, groups)
+                state, step = rollouts.state_dict(), step + 1
                 display.phase("sync")
                 metrics |= timed("sync", sync_weights, learner, rollouts, groups, sync_tolerance)
-                state, step = rollouts.state_dict(), step + 1
                 metrics["step_time"] = time.perf_counter() - started
                 record.step(step, metrics, groups)
                 display.step(step, metrics, groups)
                 if is_due(step, config.checkpoint.save_steps):
                     record.checkpoint(step, learner, state)
-            if is_due(step, config.eval.eval_steps) or step == config.max_steps:
+            if is_due(step, config.eval.eval_steps) and step < config.max_steps:
                 evaluate(config, rollouts, record, display, step)
+        if step not in record.evaluations:
+            evaluate(config, rollouts, record, display, step)
     finally:
         # At the end, on Ctrl-C, and on an error: what was trained is never lost.
         if record.last_checkpoint_step < step:
-            display.phase("saving")
-            record.checkpoint(step, learner, state)
+            with uninterrupted():
+                display.phase("saving")
+                record.checkpoint(step, learner, state)
 
 
 def evaluate(

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from agentrl.config import RunConfig, dump_config
 from agentrl.metrics import MetricLog
 from agentrl.trajectory import TrajectoryGroup, write_groups
-from train.checkpoint import Checkpoint, save_checkpoint
+from train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from train.curve import draw_curve
 from train.learner import Learner
 
@@ -37,10 +37,12 @@ class RunRecord:
     ) -> None:
         self.folder = folder
         self.last_checkpoint_step = resumed.step if resumed else 0
-        self.evaluations: list[dict[str, float]] = resumed.metrics["evaluations"] if resumed else []
+        self.evaluations: dict[int, dict[str, float]] = (  # by step
+            resumed.metrics["evaluations"] if resumed else {}
+        )
         self._config, self._accelerator, self._tokenizer = config, accelerator, tokenizer
         self._episodes = folder / "trajectories"
-        self._episodes.mkdir(parents=True, exist_ok=True)
+        self._episodes.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         self._log = MetricLog(folder / "metrics.jsonl")
 
@@ -58,13 +60,13 @@ class RunRecord:
     def evaluation(
         self, step: int, metrics: dict[str, float], groups: Sequence[TrajectoryGroup]
     ) -> None:
-        self.evaluations.append(metrics)
+        self.evaluations[step] = metrics
         self._write(step, metrics)
         write_groups(self._episodes / f"eval-{step:06d}.jsonl", groups)
 
     def checkpoint(self, step: int, learner: Learner, rollouts_state: dict[str, Any]) -> None:
         """Raises CheckpointError where the disk refuses; earlier checkpoints stay."""
-        self.last_checkpoint = save_checkpoint(
+        save_checkpoint(
             self.checkpoints,
             step,
             learner,
@@ -80,10 +82,10 @@ class RunRecord:
         draw_curve(self._log.path, self.folder / "curve.png")
         lines = [
             f"the run: {self.folder}  (curve.png, metrics.jsonl, trajectories)",
-            f"the model: {self.last_checkpoint}",
+            f"the model: {latest_checkpoint(self.checkpoints)}",
         ]
         if self.evaluations:
-            before, after = self.evaluations[0], self.evaluations[-1]
+            before, after = (self.evaluations[at(self.evaluations)] for at in (min, max))
             names = [name for name in after if name.startswith("eval/correct")] or ["eval/reward"]
             changes = [
                 f"{name.removeprefix('eval/')} {before[name]:.3f} -> {after[name]:.3f}"
@@ -93,15 +95,15 @@ class RunRecord:
             lines.insert(0, "held-out, before -> after: " + ", ".join(changes))
         return lines
 
+    def how_to_resume(self) -> str:
+        """What to do after the run was cut short."""
+        if self.last_checkpoint_step == 0:
+            return "no step was finished, so there is nothing to resume"
+        return (
+            f"the same command with --resume output_dir={self.folder} goes on after step "
+            f"{self.last_checkpoint_step}"
+        )
+
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._log.write(step, metrics)
         self._accelerator.log(dict(metrics), step=step)
-
-
-def fresh_folder(folder: Path) -> Path:
-    """`folder`, or where a run lies there already, the first free of `folder-2`, `folder-3`, …"""
-    candidate, number = folder, 1
-    while (candidate / "config.yaml").exists():
-        number += 1
-        candidate = folder.with_name(f"{folder.name}-{number}")
-    return candidate

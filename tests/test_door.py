@@ -1,0 +1,495 @@
+"""The command line: what a run leaves, how it goes on and stops, what it says of mistakes."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, PartialState
+from transformers import AutoModelForCausalLM
+
+import train.checkpoint
+from agentrl.metrics import load_metrics
+from tests.runs import ROOT, Breaks, Kills, save_model, write_config
+from train.checkpoint import latest_checkpoint
+from train.learner import Learner
+
+pytestmark = pytest.mark.filterwarnings("ignore:learner and engine differ")
+
+spec = importlib.util.spec_from_file_location("door", ROOT / "train.py")
+door = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(door)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch):
+    """A run changes its process: signal handlers, Accelerate's state, the counters of the envs."""
+    monkeypatch.setattr(door, "use_all_cores", lambda: None)
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    AcceleratorState._reset_state(True)
+    for env in (Breaks, Kills):
+        env.calls = type(env.calls)(1)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+
+
+def run(path: Path, *arguments: str) -> int:
+    AcceleratorState._reset_state(True)
+    return door.main(["--config", str(path), *arguments])
+
+
+def running_threads() -> set[str]:
+    return {t.name for t in threading.enumerate()} & {"local-engine", "agentrl-rollouts"}
+
+
+def without_times(record: dict) -> dict:
+    """What must be the same when a step is done again."""
+    timed = ("time", "seconds", "per_second", "lag", "memory", "busy", "segment", "step_time")
+    return {k: v for k, v in record.items() if not any(word in k for word in timed)}
+
+
+def refused(capsys, path: Path, *arguments: str, code: int = 2) -> str:
+    """The one clear message of a run that must end with `code`."""
+    assert run(path, *arguments) == code
+    message = capsys.readouterr().err
+    assert "Traceback" not in "".join(
+        line for line in message.splitlines() if not line.startswith("WARNING")
+    )
+    assert message.count("error: ") >= 1
+    assert not running_threads()
+    return message[message.index("error: ") :]
+
+
+# What a run leaves.
+
+
+def test_a_run_leaves_config_metrics_episodes_a_curve_and_a_model_that_loads(
+    tmp_path, model, capsys
+):
+    assert run(write_config(tmp_path, model)) == 0
+    folder = tmp_path / "run"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["max_steps"] == 2
+    records = load_metrics(folder / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert "eval/reward" in records[0] and "eval/reward" in records[2]
+    assert records[1]["sync/probe_abs_diff"] < 1e-4
+    episodes = sorted(path.name for path in (folder / "trajectories").iterdir())
+    assert episodes == [
+        "eval-000000.jsonl", "eval-000002.jsonl", "step-000001.jsonl", "step-000002.jsonl"
+    ]  # fmt: skip
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    trained = AutoModelForCausalLM.from_pretrained(latest_checkpoint(folder / "checkpoints"))
+    start = AutoModelForCausalLM.from_pretrained(model)
+    assert any(
+        not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True)
+    )
+    out = capsys.readouterr().out
+    assert "held-out, before -> after: reward" in out
+    assert str(folder) in out and "checkpoint-000002" in out
+    assert "2 prompts x 4 episodes = 8 episodes, 1 optimizer step" in out, "F089"
+    assert not running_threads()
+
+
+def test_a_second_run_gets_a_folder_of_its_own_and_says_so(tmp_path, model, capsys):
+    path = write_config(tmp_path, model, max_steps=1, eval__num_tasks=0)
+    assert run(path) == 0
+    first = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert run(path) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path}/run holds a run already; this one lies in {tmp_path}/run-2" in out
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == first
+    resolved = yaml.safe_load((tmp_path / "run-2" / "config.yaml").read_text())
+    assert resolved["output_dir"] == f"{tmp_path}/run-2", "so that it can be resumed from"
+
+
+def test_train_py_runs_as_a_command(tmp_path, model):
+    path = write_config(tmp_path, model, eval__num_tasks=0)
+    result = subprocess.run(
+        [sys.executable, "train.py", "--config", str(path), "max_steps=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") is not None
+    assert f"the run: {tmp_path}/run" in result.stdout
+
+
+def test_trackers_get_the_metrics(tmp_path, model, monkeypatch):
+    """F090: an option that does nothing is a bug."""
+    seen = []
+
+    class Tracker(accelerate.tracking.GeneralTracker):
+        name, requires_logging_directory = "trackio", False
+        tracker = None
+
+        def __init__(self, run_name, **kwargs):
+            super().__init__()
+
+        def store_init_configuration(self, values): ...
+
+        def log(self, values, step, **kwargs):
+            seen.append((step, values))
+
+    monkeypatch.setitem(accelerate.accelerator.LOGGER_TYPE_TO_CLASS, "trackio", Tracker)
+    monkeypatch.setattr(
+        accelerate.tracking,
+        "get_available_trackers",
+        lambda: [accelerate.tracking.LoggerType.TRACKIO],
+    )
+    monkeypatch.setattr(door, "require_trackers", lambda config: None)
+    path = write_config(tmp_path, model, max_steps=1, eval__num_tasks=0, report_to=["trackio"])
+    assert run(path) == 0
+    [(step, values)] = seen
+    assert step == 1 and "reward" in values
+
+
+# Going on.
+
+
+def test_two_steps_and_two_more_are_four_steps(tmp_path, model, capsys):
+    """F081, F086, F088: same tasks, same parameters, same metrics; the log has a segment 1."""
+    folders = [tmp_path / "straight", tmp_path / "parts"]
+    for folder in folders:
+        folder.mkdir()
+    straight, parts = (
+        write_config(
+            folder, model, env__id="tests.runs:InTurn", rollout__max_concurrent_generations=1,
+            max_steps=4, optim__lr_scheduler_type="linear",
+        )
+        for folder in folders
+    )  # fmt: skip
+    assert run(straight) == 0
+    stop_after(2, parts)
+    assert run(parts, "--resume") == 0
+    assert "resumed after step 2" in capsys.readouterr().out
+    a, b = (folder / "run" for folder in folders)
+    for step in (3, 4):
+        for one, two in zip(episodes(a, step), episodes(b, step), strict=True):
+            assert one == two
+    models = [
+        AutoModelForCausalLM.from_pretrained(latest_checkpoint(f / "checkpoints")) for f in (a, b)
+    ]
+    for one, two in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(one, two)
+    records_a, records_b = (load_metrics(f / "metrics.jsonl") for f in (a, b))
+    assert [r["segment"] for r in records_b] == [0, 0, 0, 1, 1]
+    assert all(r["train/optimizer_steps"] == 1 for r in records_a[1:])
+    for one, two in zip(records_a, records_b, strict=True):
+        assert without_times(one) == without_times(two)
+
+
+def episodes(folder: Path, step: int) -> list[tuple]:
+    """Task, tokens, logprobs and versions of every episode of a step."""
+    lines = (folder / f"trajectories/step-{step:06d}.jsonl").read_text().splitlines()
+    return [
+        (group["task"], tape["token_ids"], tape["logprobs"], tape["versions"])
+        for group in map(json.loads, lines)
+        for tape in group["trajectories"]
+    ]
+
+
+def stop_after(steps: int, path: Path) -> None:
+    """Interrupt a run of `path` in the rollouts of the step after `steps`."""
+    update, done = Learner.update, []
+
+    def counted(learner, groups):
+        done.append(1)
+        if len(done) == steps:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(learner, groups)
+
+    Learner.update = counted
+    try:
+        assert run(path) == 130
+    finally:
+        Learner.update = update
+
+
+def test_a_resume_may_raise_max_steps_and_follows_the_new_schedule_and_rate(tmp_path, model):
+    path = write_config(tmp_path, model, optim__lr_scheduler_type="linear", eval__num_tasks=0)
+    assert run(path) == 0
+    assert run(path, "--resume", "max_steps=4", "optim.learning_rate=4e-3") == 0
+    records = load_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert records[2]["learning_rate"] == pytest.approx(1e-3), "what the fourth step has"
+    assert records[2]["train/update_ratio"] > 0
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["max_steps"] == 4
+
+
+def test_a_resume_with_nothing_left_to_do_ends_well(tmp_path, model, capsys):
+    path = write_config(tmp_path, model, max_steps=1)
+    assert run(path) == 0
+    assert run(path, "--resume") == 0
+    assert capsys.readouterr().out.count("held-out, before -> after") == 2
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_resume_with_other_tasks_is_refused(tmp_path, model, capsys):
+    path = write_config(tmp_path, model, max_steps=1, eval__num_tasks=0)
+    assert run(path) == 0
+    config = (tmp_path / "run" / "config.yaml").read_bytes()
+    message = refused(capsys, path, "--resume", "env.kwargs.num_tasks=5")
+    assert "8 tasks, the env now has 5" in message
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == config
+
+
+# Ctrl-C.
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_first_rollouts_leaves_nothing_to_resume(tmp_path, model, capsys, number):
+    path = write_config(
+        tmp_path, model, env__id="tests.runs:Kills", env__kwargs={"number": int(number)},
+        eval__num_tasks=0,
+    )  # fmt: skip
+    assert run(path) == 130
+    assert "interrupted\nno step was finished, so there is nothing to resume" in (
+        capsys.readouterr().err
+    )
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") is None
+    assert not running_threads()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_an_update_waits_for_its_end(tmp_path, model, capsys, number, monkeypatch):
+    update = Learner.update
+
+    def killed(learner, groups):
+        os.kill(os.getpid(), number)
+        return update(learner, groups)
+
+    monkeypatch.setattr(Learner, "update", killed)
+    assert run(write_config(tmp_path, model, eval__num_tasks=0)) == 130
+    message = capsys.readouterr().err
+    assert f"--resume output_dir={tmp_path}/run goes on after step 1" in message
+    checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None and checkpoint.name == "checkpoint-000001"
+    assert [r["step"] for r in load_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert not running_threads()
+
+
+@pytest.mark.parametrize(
+    ("number", "phase", "saved"), [(signal.SIGINT, "rollout", 1), (signal.SIGTERM, "update", 2)]
+)
+def test_a_process_that_is_told_to_stop_saves_and_ends_with_130(
+    tmp_path, model, number, phase, saved
+):
+    marker = tmp_path / "now"
+    path = write_config(
+        tmp_path, model, env__id="tests.runs:Announces", eval__num_tasks=0, max_steps=50,
+        env__kwargs={"path": str(marker), "phase": phase},
+    )  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "train.py", "--config", str(path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + 90
+        while not marker.exists() and time.monotonic() < until and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert f"goes on after step {saved}" in errors and "Traceback" not in errors
+    checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None and checkpoint.name == f"checkpoint-{saved:06d}"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optim.learning_rat=1e-6", "did you mean optim.learning_rate?"),
+        ("learning_rate=1e-6", "did you mean optim.learning_rate?"),
+        ("optim.learning_rate=fast", "key 'optim.learning_rate': Input should be a valid number"),
+        ("rollout.num_generations=[", "override 'rollout.num_generations', line 1"),
+        ("env.id=tests.runs:Tyni", "has no 'Tyni'"),
+        ("env.id=no_such_package:Env", "no module 'no_such_package'"),
+        ("env.id=agentrl/Aritmetic-v0", "Did you mean agentrl/Arithmetic-v0"),
+        ("env.id=nowhere/env.py:Env", "there is no file nowhere/env.py"),
+        ("env.kwargs.colour=red", "env.kwargs={'colour': 'red'}: TypeError"),
+        ("env.kwargs.num_tasks=-1", "ValueError: num_tasks must not be negative"),
+        ("env.kwargs.num_tasks=1", "1 tasks, fewer than rollout.prompts_per_step=2"),
+        ("env.kwargs.num_tasks=0", "the env has no tasks in this split"),
+        ("optim.micro_batch_tokens=100", "rollout.max_context_tokens=128"),
+        ("eval.num_tasks=9", "8 tasks, fewer than eval.num_tasks=9"),
+        ("env.reward_funcs=[tests.runs:lenght]", "has no function 'lenght'"),
+        ("env.reward_funcs=[no_such_package:f]", "no module 'no_such_package'"),
+        ("model.name_or_path=/no/such/folder", "model.name_or_path='/no/such/folder'"),
+        ("report_to=[wandb]", "pip install -e '.[wandb]'"),
+        ("output_dir=/dev/null/run", "/dev/null/run cannot be written"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(tmp_path, model, capsys, monkeypatch, override, said):
+    """F090, F093. Exit code 2, one message, and no run is begun."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: None if n == "wandb" else find_spec(n, *a)
+    )
+    assert said in refused(capsys, write_config(tmp_path, model), override)
+    assert not list((tmp_path / "run").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {name_or_path: a\nenv: {id: b}\n", "config.yaml, line 2"),
+        ("seed: 1\nseed: 2\n", "config.yaml, line 2: the key 'seed' is written twice"),
+        ("? [a]\n: 1\n", "config.yaml, line 1"),
+        ("seed: 2020-13-45\n", "config.yaml: month must be in 1..12"),
+        ("seed: \x01\n", "config.yaml: unacceptable character"),
+        ("1: 2\n", "'1'"),
+        ("- seed\n", "holds no mapping"),
+        ("", "holds no mapping"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused_with_its_line(tmp_path, capsys, text, said):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert said in refused(capsys, path)
+
+
+def test_a_config_that_is_missing_or_no_text_is_refused_by_name(tmp_path, capsys):
+    assert "nowhere.yaml: No such file" in refused(capsys, tmp_path / "nowhere.yaml")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    assert "no UTF-8 text" in refused(capsys, tmp_path / "picture.png")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("class Env(:\n", "SyntaxError: invalid syntax (env.py, line 1)"),
+        ("x = 1\ny = x / 0\n", "ZeroDivisionError: division by zero"),
+        ("import no_such_package\n", "No module named 'no_such_package'"),
+    ],
+)
+def test_an_env_file_that_fails_is_named_with_its_line(tmp_path, model, capsys, source, said):
+    file = tmp_path / "env.py"
+    file.write_text(source)
+    path = write_config(tmp_path, model, env__id=f"{file}:Env")
+    for _ in range(2):  # a failed import leaves nothing behind that looks like a module
+        message = refused(capsys, path)
+        assert said in message and "env.py" in message
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path, capsys):
+    path = write_config(tmp_path, save_model(tmp_path / "model", template=False))
+    assert "no chat template" in refused(capsys, path)
+
+
+def test_a_resume_without_a_checkpoint_is_refused(tmp_path, model, capsys):
+    path = write_config(tmp_path, model)
+    assert "no complete checkpoint to resume from" in refused(capsys, path, "--resume")
+    assert not (tmp_path / "run").exists()
+
+
+# What fails on the way.
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"env__kwargs": {"prompt": "go" * 100}}, "max_context_tokens=128"),
+        (
+            {"env__id": "tests.runs:Breaks", "env__kwargs": {"where": "reset"}},
+            "LookupError: the database is gone",
+        ),
+        (
+            {"env__id": "tests.runs:Breaks", "env__kwargs": {"where": "step"}},
+            "LookupError: the database is gone",
+        ),
+        ({"env__id": "tests.runs:Hangs", "rollout__env_timeout_s": 0.1}, "step did not"),
+        ({"env__reward_funcs": ["tests.runs:fails"]}, "no reward today"),
+        ({"env__reward_funcs": ["tests.runs:not_a_number"]}, "returned nan"),
+    ],
+    ids=["prompt", "reset", "step", "hang", "reward raises", "reward is nan"],
+)
+def test_a_run_whose_every_episode_fails_ends_with_the_cause(
+    tmp_path, model, capsys, changes, said
+):
+    path = write_config(tmp_path, model, eval__num_tasks=0, **changes)
+    message = refused(capsys, path, code=1)
+    assert "of 8 episodes failed" in message and said in message
+
+
+def test_a_fifth_of_failing_episodes_does_not_stop_a_run(tmp_path, model):
+    path = write_config(
+        tmp_path, model, env__id="tests.runs:Breaks", env__kwargs={"where": "reset", "every": 5},
+        rollout__max_attempts=2, eval__num_tasks=0,
+    )  # fmt: skip
+    assert run(path) == 0
+    records = load_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(records) == 2
+    assert sum(record.get("rollout/faults/env_error", 0) for record in records) >= 1
+
+
+def test_a_full_disk_at_a_checkpoint_leaves_everything_else_intact(
+    tmp_path, model, capsys, monkeypatch
+):
+    path = write_config(tmp_path, model, checkpoint__save_steps=1, eval__num_tasks=0)
+    sync, synced = train.checkpoint._sync, []
+
+    def full(file):
+        synced.append(file)
+        if latest_checkpoint(tmp_path / "run" / "checkpoints") is not None and (
+            ".writing" in str(file)
+        ):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr(train.checkpoint, "_sync", full)
+    message = refused(capsys, path, code=1)
+    assert "No space left on device" in message and "Earlier checkpoints are intact" in message
+    assert "--resume" in message and "after step 1" in message
+    checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None and checkpoint.name == "checkpoint-000001"
+    AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert len(load_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert (tmp_path / "run" / "trajectories" / "step-000002.jsonl").stat().st_size
+
+
+def test_a_full_disk_at_the_metrics_is_said_plainly_and_the_step_is_saved(
+    tmp_path, model, capsys, monkeypatch
+):
+    def full(self, step, metrics):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("agentrl.metrics.MetricLog.write", full)
+    path = write_config(tmp_path, model, eval__num_tasks=0)
+    message = refused(capsys, path, code=1)
+    assert "No space left on device" in message and "after step 1" in message
+    checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert torch.load(checkpoint / "state.pt", weights_only=True)["learner"]["version"] == 1
