@@ -31,9 +31,12 @@ def _shown(question: str, expression: str, answer: str) -> Demonstration:
     )
 
 
-_DEMONSTRATIONS: dict[Kind, tuple[Demonstration, ...]] = {
+_DEMONSTRATIONS: dict[Kind, tuple[Demonstration, ...]] = {  # the n-th has n operations
     "product": (_shown("What is 12 * 34?", "12*34", "408"),),
-    "expression": (_shown("What is 15 + 4 * (30 - 8)?", "15+4*(30-8)", "103"),),
+    "expression": (
+        _shown("What is 58 - 23?", "58-23", "35"),
+        _shown("What is 15 + 4 * 22?", "15+4*22", "103"),
+    ),
     "word": (
         _shown("Tom has 28 pens and finds 17 more. How many pens does Tom have?", "28+17", "45"),
         _shown(
@@ -95,7 +98,9 @@ class Arithmetic(ToolEnv):
         self.kinds = tuple(kinds)
         self.max_operations = max_operations
         self.demonstrations = tuple(
-            shot for kind in dict.fromkeys(kinds) for shot in _DEMONSTRATIONS[kind]
+            shot
+            for kind in dict.fromkeys(kinds)
+            for shot in _DEMONSTRATIONS[kind][:max_operations]
         )
         super().__init__(**limits)
 
