@@ -36,7 +36,7 @@ from agentrl.config import (
 from agentrl.env import EnvNotFound, make_env, open_env, tasks_of
 from agentrl.metrics import MetricsError
 from agentrl.models import ModelError
-from agentrl.protocols import EngineDied
+from agentrl.protocols import EngineError
 from agentrl.renderer import Renderer, RendererError
 from agentrl.rubric import load_rewards
 from agentrl.trajectory import Trajectory
@@ -52,7 +52,7 @@ from train.record import RunRecord
 
 BAD_INPUT = (ConfigError, EnvNotFound, RendererError, ModelError)
 FAILED = (
-    RolloutError, EngineDied, TrainingError, SyncError, CheckpointError, MetricsError, OSError
+    RolloutError, EngineError, TrainingError, SyncError, CheckpointError, MetricsError, OSError
 )  # fmt: skip
 # Mean |learner - engine| logprob, in nats, that arithmetic of another order may cause.
 SYNC_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
@@ -114,6 +114,7 @@ def run(config: RunConfig, *, resume: bool) -> None:
     if resume and checkpoint is None:
         raise ConfigError(f"output_dir={folder} holds no complete checkpoint to resume from")
     env = open_env(config.env.id, config.env.kwargs)
+    print(time_limits(config, env))
     title = describe(config)
     if checkpoint is None:
         folder = fresh_folder(folder, "config.yaml")
@@ -175,6 +176,26 @@ def require_room(config: RunConfig) -> None:
             f"optim.micro_batch_tokens={rows} is less than one episode may have: "
             f"rollout.max_context_tokens={episode}; raise the one or lower the other"
         )
+
+
+def time_limits(config: RunConfig, env: Any) -> str:
+    """All of them in a line, for none may hide; a tool's must fit into the call it is part of."""
+    rollout = config.rollout
+    tools = [(t.name, t.timeout_s) for t in getattr(env, "tools", ()) if not t.inline]
+    for name, timeout_s in tools:
+        if timeout_s >= rollout.env_timeout_s:
+            raise ConfigError(
+                f"tool {name} may take {timeout_s:g} s, but rollout.env_timeout_s="
+                f"{rollout.env_timeout_s:g} ends the env's step before; raise it over {timeout_s:g}"
+            )
+    limits = [
+        *tools,
+        ("env call", rollout.env_timeout_s),
+        ("generation", rollout.generate_timeout_s),
+        ("scoring", rollout.score_timeout_s),
+        ("episode", rollout.episode_timeout_s),
+    ]
+    return "time limits: " + ", ".join(f"{name} {seconds:g} s" for name, seconds in limits)
 
 
 def mixed_precision(config: RunConfig) -> str:

@@ -1,8 +1,8 @@
 """The embedded engine against `model.generate`: tokens a second at 32 concurrent requests.
 
-Both sides get the same weights (a random model of SmolLM2-135M's shape, or one named by `--model`),
-the same prompts (groups of 8 that share one, as in training), the same number of new tokens for each
-request (20 to 200, drawn once) and the same dtype, and sample at temperature 1. `generate` takes 32
+Both sides get the same weights (a random model of SmolLM2-135M's shape, or `--model`), the same
+prompts (groups of 8 that share one, as in training), the same number of new tokens for each request
+(20 to 200, drawn once) and the same dtype, and sample at temperature 1. `generate` takes 32
 requests a batch and computes until the longest of them is done; the engine fills a place as soon as
 it is free. Bar: 3x. A second part counts what a 3-turn episode prefills: no token twice.
 

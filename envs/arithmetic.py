@@ -98,9 +98,7 @@ class Arithmetic(ToolEnv):
         self.kinds = tuple(kinds)
         self.max_operations = max_operations
         self.demonstrations = tuple(
-            shot
-            for kind in dict.fromkeys(kinds)
-            for shot in _DEMONSTRATIONS[kind][:max_operations]
+            shot for kind in dict.fromkeys(kinds) for shot in _DEMONSTRATIONS[kind][:max_operations]
         )
         super().__init__(**limits)
 

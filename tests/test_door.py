@@ -363,6 +363,19 @@ def test_bad_input_is_refused_with_what_to_do(tmp_path, model, capsys, monkeypat
     assert not list((tmp_path / "run").glob("*"))
 
 
+def test_a_tool_that_may_outlast_its_env_call_is_refused(tmp_path, model, capsys):
+    """F025: all time limits are in one line, and the inner one must be the shorter."""
+    (tmp_path / "slow.py").write_text(
+        "import agentrl\nfrom envs.tool_env import ToolEnv\n"
+        "@agentrl.tool(timeout_s=50)\ndef look(place: str) -> str:\n"
+        '    """Look.\n\n    Args:\n        place: where.\n    """\n    return place\n'
+        "class Slow(ToolEnv):\n    tools = [look]\n"
+    )
+    path = write_config(tmp_path, model)
+    said = refused(capsys, path, f"env.id={tmp_path}/slow.py:Slow", "rollout.env_timeout_s=40")
+    assert "tool look may take 50 s" in said and "rollout.env_timeout_s=40" in said
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
