@@ -25,7 +25,7 @@ from agentrl.types import Sampling
 from rollout.engines.local import LocalEngine, use_all_cores
 
 CONCURRENT = 32
-NUM_REQUESTS = 64
+NUM_REQUESTS = 96
 GROUP = 8
 PROMPT_TOKENS = 200
 SHORTEST, LONGEST = 20, 200

@@ -219,7 +219,9 @@ class LocalEngine:
             self._kv.append(slot, self._busy[slot].token_ids[start : start + count])
         if not ready:
             return
-        logits = self._model.get_output_embeddings()(hidden[rows]).float()
+        # This way round MKL takes two thirds of the time, for a few rows by a large vocabulary.
+        head = self._model.get_output_embeddings().weight
+        logits = (head @ hidden[rows].T).T.float()
         tokens, logprobs = sample(
             logits,
             [request.sampling for request in ready],
