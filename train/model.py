@@ -9,7 +9,7 @@ from torch import nn
 
 from agentrl.attention import register_attention
 from agentrl.config import ModelConfig
-from agentrl.models import SMOLLM2, ModelError, locate_model
+from agentrl.models import SMOLLM2, ModelError, locate_model, require_plain_head
 
 
 def load_model(config: ModelConfig, *, seed: int = 0) -> tuple[Any, Any]:
@@ -45,7 +45,7 @@ def load_model(config: ModelConfig, *, seed: int = 0) -> tuple[Any, Any]:
             f"the tokenizer of {name!r} has no chat template; take an instruction-tuned model, or "
             "put a chat_template.jinja into its folder"
         )
-    _require_plain_head(model, name)
+    require_plain_head(model, name)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the learner's logprobs must be the engine's
@@ -54,18 +54,3 @@ def load_model(config: ModelConfig, *, seed: int = 0) -> tuple[Any, Any]:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, tokenizer
-
-
-def _require_plain_head(model: Any, name: str) -> None:
-    """The learner applies the head itself: logits are hidden @ head.T and nothing else."""
-    config = model.config.get_text_config()
-    head = model.get_output_embeddings()
-    odd = [
-        key
-        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
-        if getattr(config, key, None) not in (None, 1, 1.0)
-    ]
-    if getattr(head, "bias", None) is not None:
-        odd.append("a bias of the head")
-    if odd:
-        raise ModelError(f"{name!r} transforms its logits ({', '.join(odd)}): not supported yet")

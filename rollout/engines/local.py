@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.attention import register_attention
 from agentrl.config import RolloutConfig
-from agentrl.models import ModelError, locate_model
+from agentrl.models import ModelError, locate_model, require_plain_head
 from agentrl.protocols import EngineDied, EngineError, Weights
 from agentrl.types import Completion, FinishReason, Sampling
 from rollout.engines.local_kv import KVSlots, SlotAttention, causal
@@ -221,7 +221,7 @@ class LocalEngine:
             return
         # This way round MKL takes two thirds of the time, for a few rows by a large vocabulary.
         head = self._model.get_output_embeddings().weight
-        logits = (head @ hidden[rows].T).T.float()
+        logits = (head @ hidden[rows].T).T.contiguous().float()
         tokens, logprobs = sample(
             logits,
             [request.sampling for request in ready],
@@ -429,6 +429,7 @@ def load_engine(name_or_path: str, config: RolloutConfig) -> tuple[LocalEngine, 
         raise ModelError(
             f"model.name_or_path={name_or_path!r} cannot be loaded: {error}"
         ) from error
+    require_plain_head(model, name_or_path)
     engine = LocalEngine(
         model.to("cuda" if torch.cuda.is_available() else "cpu"),
         num_slots=config.max_concurrent_generations,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-SHARED_TOKENS = 32  # fewer in common are not worth two more multiplications
+FAMILY_TOKENS = 256  # to read so many takes as long as the calls that a family costs
 
 
 class KVSlots:
@@ -52,12 +52,24 @@ class KVSlots:
             slot = prefer
         return int(common[slot]), slot
 
-    def common_prefix(self, slots: list[int]) -> int:
-        """How many leading tokens all of `slots` hold in common."""
-        shortest = int(self.lengths[slots].min())
-        held = self.tokens[slots, :shortest]
-        differs = (held != held[0]).any(axis=0)
-        return int(differs.argmax()) if differs.any() else shortest
+    def families(self, slots: list[int]) -> tuple[int, list[list[int]]]:
+        """A length, and the slots that are alike up to it, chosen so that attention reads least.
+
+        Length 0: to share is not worth it.
+        """
+        held = self.tokens[slots, : int(self.lengths[slots].min())]
+        # Members of a group mostly stand side by side.
+        neighbours = np.pad(held[1:] != held[:-1], ((0, 0), (0, 1)), constant_values=True)
+        best, least = (0, [slots]), int(self.lengths[slots].sum())
+        for shared in set(neighbours.argmax(axis=1).tolist()) - {0}:
+            families: dict[bytes, list[int]] = {}
+            for slot in slots:
+                families.setdefault(self.tokens[slot, :shared].tobytes(), []).append(slot)
+            own = int((self.lengths[slots] - shared).sum())
+            read = own + len(families) * (shared + FAMILY_TOKENS)
+            if read < least:
+                best, least = (shared, list(families.values())), read
+        return best
 
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
         """Make the first `length` tokens of `source` those of `slot`, and all that `slot` holds."""
@@ -102,7 +114,6 @@ class SlotAttention:
         self.single_rows = torch.tensor(single_rows, device=kv.device)
         self.single_slots = torch.tensor(single_slots, device=kv.device)
         if single_rows:
-            self.first = single_slots[0]
             self.width = max(single_slots) + 1
             self.length = max(single_ends)
             # An idle row sees one token, so that its softmax stays finite.
@@ -110,7 +121,7 @@ class SlotAttention:
             ends[single_slots] = torch.tensor(single_ends)
             visible = torch.arange(self.length)[None] < ends[:, None]
             self.mask = visible[:, None, None].to(kv.device)
-            self.shared = kv.common_prefix(single_slots) if len(single_rows) > 1 else 0
+            self.shared, self.families = kv.families(single_slots)
 
     def __call__(
         self,
@@ -131,7 +142,7 @@ class SlotAttention:
             rows = query[self.single_rows].view(len(self.single_rows), num_kv, -1, head_dim)
             wide = rows.new_zeros(self.width, *rows.shape[1:])
             wide[self.single_slots] = rows
-            decode = self._decode if self.shared < SHARED_TOKENS else self._decode_shared
+            decode = self._decode_shared if self.shared else self._decode
             attended = decode(
                 wide,
                 keys[: self.width, :, : self.length],
@@ -162,18 +173,28 @@ class SlotAttention:
     def _decode_shared(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """The same, with the shared tokens of one slot in place of everybody's."""
-        width, num_kv, group, head_dim = query.shape
+        """The same, with the shared tokens of one slot for all of its family."""
+        width, num_kv, group, _ = query.shape
         shared = self.shared
-        by_head = query.transpose(0, 1).reshape(num_kv, width * group, head_dim)
-        common = by_head @ keys[self.first, :, :shared].transpose(1, 2)
-        common = common.view(num_kv, width, group, shared).transpose(0, 1)
+
+        def by_head(family: torch.Tensor) -> torch.Tensor:
+            return family.transpose(0, 1).reshape(num_kv, -1, family.shape[3])
+
+        def by_slot(family: torch.Tensor) -> torch.Tensor:
+            return family.view(num_kv, -1, group, family.shape[2]).transpose(0, 1)
+
+        common = query.new_zeros(width, num_kv, group, shared)
+        for family in self.families:
+            shared_keys = keys[family[0], :, :shared].transpose(1, 2)
+            common[family] = by_slot(by_head(query[family]) @ shared_keys)
         own = query @ keys[:, :, shared:].transpose(2, 3)
         scores = torch.cat((common, own), dim=-1).float().mul_(scaling)
         weights = scores.masked_fill_(~self.mask, float("-inf")).softmax(dim=-1).to(query.dtype)
-        of_common = weights[..., :shared].transpose(0, 1).reshape(num_kv, width * group, shared)
-        common = (of_common @ values[self.first, :, :shared]).view(num_kv, width, group, head_dim)
-        return common.transpose(0, 1) + weights[..., shared:] @ values[:, :, shared:]
+        output = weights[..., shared:] @ values[:, :, shared:]
+        for family in self.families:
+            of_family = by_head(weights[family][..., :shared])
+            output[family] += by_slot(of_family @ values[family[0], :, :shared])
+        return output
 
 
 def causal(
