@@ -15,7 +15,7 @@ LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 \
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo.stamp ## train a small model to use a calculator, on this CPU (about 15 minutes)
+demo: $(VENV)/demo.stamp ## train a small model to use a calculator, on this CPU (about ten minutes)
 	$(LAUNCH) train.py --config $(CONFIG) $(ARGS)
 
 test: $(VENV)/dev.stamp ## run the tests
