@@ -455,7 +455,7 @@ def test_a_run_whose_every_episode_fails_ends_with_the_cause(
 ):
     path = write_config(tmp_path, model, eval__num_tasks=0, **changes)
     message = refused(capsys, path, code=1)
-    assert "of 8 episodes failed" in message and said in message
+    assert "episodes failed, more than rollout.max_fault_fraction" in message and said in message
 
 
 def test_a_fifth_of_failing_episodes_does_not_stop_a_run(tmp_path, model):
