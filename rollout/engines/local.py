@@ -74,8 +74,8 @@ class LocalEngine:
         dtype: torch.dtype | None = None,
         share_weights: bool = True,
     ) -> None:
-        reference = next(model.parameters())
-        dtype = dtype or reference.dtype
+        reference: torch.Tensor = next(model.parameters())
+        dtype = reference.dtype if dtype is None else dtype
         self.shares_weights = share_weights and dtype == reference.dtype
         if not self.shares_weights:
             model = copy.deepcopy(model).requires_grad_(False).to(dtype)
@@ -422,7 +422,7 @@ def load_engine(name_or_path: str, config: RolloutConfig) -> tuple[LocalEngine, 
     dtype = engine_dtype(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=register_attention()
         )
     except (OSError, ValueError) as error:
@@ -430,15 +430,17 @@ def load_engine(name_or_path: str, config: RolloutConfig) -> tuple[LocalEngine, 
             f"model.name_or_path={name_or_path!r} cannot be loaded: {error}"
         ) from error
     require_plain_head(model, name_or_path)
+    if torch.cuda.is_available():
+        model.cuda()
     engine = LocalEngine(
-        model.to("cuda" if torch.cuda.is_available() else "cpu"),
+        model,
         num_slots=config.max_concurrent_generations,
         max_context_tokens=config.max_context_tokens,
     )
     return engine, tokenizer
 
 
-_COUNTS = (
+_COUNTS: tuple[str, ...] = (
     "engine/prefilled_tokens",
     "engine/cached_tokens",
     "engine/sampled_tokens",
