@@ -25,9 +25,9 @@ from agentrl.types import Sampling
 from rollout.engines.local import LocalEngine, use_all_cores
 
 CONCURRENT = 32
-NUM_REQUESTS = 96
+NUM_REQUESTS = 64
 GROUP = 8
-PROMPT_TOKENS = 200
+PROMPT_TOKENS = 512  # about a two-shot GSM8K prompt in JSON format
 SHORTEST, LONGEST = 20, 200
 
 
