@@ -24,7 +24,7 @@ test: $(VENV)/dev.stamp ## run the tests
 check: $(VENV)/dev.stamp ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/dev.stamp ## run every benchmark, one after the other
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
