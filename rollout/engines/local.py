@@ -353,13 +353,12 @@ class LocalEngine:
 
     def _forward(self, ids: list[int], chunks: list[tuple[int, int, int]]) -> torch.Tensor:
         """Hidden states [T, hidden] of the flat row of `chunks`, which join their slots."""
-        device = self._kv.device
-        positions = np.concatenate([np.arange(start, start + count) for _, start, count in chunks])
+        attend = SlotAttention(self._kv, chunks)
         output = self._model.get_decoder()(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.from_numpy(positions)[None].to(device),
+            input_ids=torch.tensor([ids], device=self._kv.device),
+            position_ids=attend.positions[None],
             use_cache=False,
-            attend=SlotAttention(self._kv, chunks),
+            attend=attend,
         )
         return output.last_hidden_state[0]
 
