@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import time
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py runs
 
 import numpy as np
 import torch

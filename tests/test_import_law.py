@@ -14,6 +14,7 @@ MAY_IMPORT = {
 TORCH_OUTSIDE_TRAIN = {
     "rollout/engines/local.py",
     "rollout/engines/local_kv.py",
+    "rollout/engines/local_linear.py",
     "rollout/engines/local_sampling.py",
 }
 

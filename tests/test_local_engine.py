@@ -174,6 +174,26 @@ def test_groups_that_decode_together_read_their_prompts_once(model, reference, m
         assert completion.logprobs == pytest.approx(expected, abs=2e-5)
 
 
+def test_families_stay_right_while_neighbours_leave_and_new_prompts_come(
+    model, reference, monkeypatch
+):
+    monkeypatch.setattr("rollout.engines.local_kv.FAMILY_TOKENS", 1)
+    prompts = [prompt_of(20 + i // 4, 30) + prompt_of(i, i % 3) for i in range(16)]
+
+    async def play(engine):
+        async def one(i):
+            sampling = Sampling(max_new_tokens=3 + 5 * i % 17, seed=i)
+            completion = await engine.generate(prompts[i], sampling, session=str(i))
+            await engine.release(str(i))
+            return completion
+
+        return await asyncio.gather(*map(one, range(16)))
+
+    for prompt, completion in zip(prompts, run(engine_for(model), play), strict=True):
+        expected = true_logprobs(reference, prompt, completion.token_ids)
+        assert completion.logprobs == pytest.approx(expected, abs=2e-5)
+
+
 def test_seeds_differ_within_a_group_and_repeat_on_replay(model):
     prompt = prompt_of(7, 20)
 
@@ -293,8 +313,34 @@ def test_new_weights_never_meet_old_keys(model, reference):
 
 def test_shared_weights_are_the_learners_own_memory(model):
     engine = engine_for(model)
-    assert engine.shares_weights and engine._model is model
+    assert engine.shares_weights
+    assert all(
+        own is theirs
+        for own, theirs in zip(engine._model.parameters(), model.parameters(), strict=True)
+    )
     run(engine, lambda e: e.update_weights(iter(()), 1))
+
+
+def test_a_step_of_the_learner_in_shared_weights_is_the_engines_from_the_next_update(model):
+    learner = copy.deepcopy(model)
+    prompt = prompt_of(9, 20)
+
+    async def play(engine):
+        with torch.no_grad():
+            for parameter in learner.parameters():
+                parameter.mul_(0.9)
+        await engine.update_weights(iter(()), 1)
+        return await engine.generate(prompt, Sampling(max_new_tokens=8), session="a")
+
+    completion = run(engine_for(learner), play)
+    learner.set_attn_implementation("eager")
+    expected = true_logprobs(learner, prompt, completion.token_ids)
+    assert completion.logprobs == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_model_that_an_engine_took_keeps_its_plain_layers(model):
+    run(engine_for(model), lambda engine: engine.score(prompt_of(1, 5)))
+    assert type(model.lm_head) is torch.nn.Linear
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown"])
@@ -347,20 +393,19 @@ def test_a_command_that_nobody_waits_for_any_more_does_no_harm(model):
 
 def test_a_dead_engine_fails_its_requests_and_names_the_cause(model):
     """F021: nobody waits for an engine that is gone."""
-    broken = copy.deepcopy(model)
 
     def explode(*args, **kwargs):
         raise RuntimeError("out of memory")
 
     async def play(engine):
-        broken.model.forward = explode
+        engine._model.model.forward = explode
         for _ in range(2):
             with pytest.raises(EngineDied, match="out of memory"):
                 await asyncio.wait_for(
                     engine.generate(prompt_of(1, 5), Sampling(max_new_tokens=2), session="a"), 5
                 )
 
-    run(engine_for(broken), play)
+    run(engine_for(model), play)
 
 
 def test_a_request_that_does_not_fit_is_refused(model):

@@ -71,6 +71,14 @@ class KVSlots:
                 best, least = (shared, list(families.values())), read
         return best
 
+    def places(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where in `[num_slots * KV heads * max_length]` the keys of T tokens stand, KV head by
+        head: [KV heads * T].
+        """
+        num_heads = self.keys[0].shape[1]
+        heads = np.arange(num_heads)[:, None]
+        return ((slots * num_heads + heads) * self.max_length + positions).ravel()
+
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
         """Make the first `length` tokens of `source` those of `slot`, and all that `slot` holds."""
         if source != slot:
@@ -88,40 +96,53 @@ class SlotAttention:
 
     Chunks of one token, the decoding rows, attend together over the slots up to the highest in use;
     idle ones between them are computed and dropped, which is cheaper than to gather the cache. What
-    all of them begin with, such as the demonstrations of a prompt, is read from memory once. Longer
-    chunks attend one by one.
+    a family of them begins with, such as a group's prompt, is read from memory once for all of it.
+    Longer chunks attend one by one.
     """
 
     def __init__(self, kv: KVSlots, chunks: list[tuple[int, int, int]]) -> None:
         self.kv = kv
         slots = np.concatenate([np.full(count, slot) for slot, _, count in chunks])
         positions = np.concatenate([np.arange(start, start + n) for _, start, n in chunks])
-        self.slots = torch.from_numpy(slots).to(kv.device)
         self.positions = torch.from_numpy(positions).to(kv.device)
-        offset, single_rows, single_slots, single_ends = 0, [], [], []
+        self.places = torch.from_numpy(kv.places(slots, positions)).to(kv.device)
+        row = 0
+        singles: dict[int, tuple[int, int]] = {}  # slot -> its row, its length with this token
         self.long: list[tuple[slice, int, int, torch.Tensor]] = []
         for slot, start, count in chunks:
             if count == 1:
-                single_rows.append(offset)
-                single_slots.append(slot)
-                single_ends.append(start + 1)
+                singles[slot] = row, start + 1
             else:
                 mask = torch.ones(count, start + count, dtype=torch.bool, device=kv.device)
-                self.long.append(
-                    (slice(offset, offset + count), slot, start + count, mask.tril(start))
-                )
-            offset += count
-        self.single_rows = torch.tensor(single_rows, device=kv.device)
-        self.single_slots = torch.tensor(single_slots, device=kv.device)
-        if single_rows:
-            self.width = max(single_slots) + 1
-            self.length = max(single_ends)
-            # An idle row sees one token, so that its softmax stays finite.
-            ends = torch.ones(self.width, dtype=torch.long)
-            ends[single_slots] = torch.tensor(single_ends)
-            visible = torch.arange(self.length)[None] < ends[:, None]
-            self.mask = visible[:, None, None].to(kv.device)
-            self.shared, self.families = kv.families(single_slots)
+                self.long.append((slice(row, row + count), slot, start + count, mask.tril(start)))
+            row += count
+        self.singles = len(singles)
+        if singles:
+            self._plan_decoding(singles)
+
+    def _plan_decoding(self, singles: dict[int, tuple[int, int]]) -> None:
+        kv = self.kv
+        slots = list(singles)
+        self.shared, families = 0, [slots]
+        if kv.device.type == "cpu":  # whose kernel tells the sums that two parts are joined by
+            self.shared, families = kv.families(slots)
+        slots = [slot for family in families for slot in family]
+        self.slots = torch.tensor(slots, device=kv.device)
+        self.rows = torch.tensor([singles[slot][0] for slot in slots], device=kv.device)
+        ends = np.cumsum([len(family) for family in families]).tolist()
+        self.families = [
+            (slice(end - len(family), end), family[0])
+            for end, family in zip(ends, families, strict=True)
+        ]
+        self.width = max(slots) + 1
+        self.length = max(length for _, length in singles.values())
+        # An idle slot shows one token, so that its softmax stays finite.
+        lengths = torch.full((self.width,), self.shared + 1)
+        for slot, (_, length) in singles.items():
+            lengths[slot] = length
+        hidden = torch.arange(self.shared, self.length)[None] >= lengths[:, None]
+        mask = torch.zeros(hidden.shape, dtype=kv.keys[0].dtype).masked_fill_(hidden, -torch.inf)
+        self.mask = mask[:, None, None].to(kv.device)
 
     def __call__(
         self,
@@ -132,24 +153,15 @@ class SlotAttention:
         scaling: float,
     ) -> torch.Tensor:
         keys, values = self.kv.keys[layer], self.kv.values[layer]
-        keys[self.slots, :, self.positions] = key[0].transpose(0, 1)
-        values[self.slots, :, self.positions] = value[0].transpose(0, 1)
-        query = query[0].transpose(0, 1)  # [T, query heads, head dim]
         num_kv, head_dim = keys.shape[1], keys.shape[3]
+        for cache, new in ((keys, key), (values, value)):
+            cache.view(-1, head_dim).index_copy_(0, self.places, new.reshape(-1, head_dim))
+        query = query[0].transpose(0, 1)  # [T, query heads, head dim]
         output = torch.empty_like(query)
-        if len(self.single_rows):
+        if self.singles:
             # Query heads of one KV head stand where positions would, so that no key is repeated.
-            rows = query[self.single_rows].view(len(self.single_rows), num_kv, -1, head_dim)
-            wide = rows.new_zeros(self.width, *rows.shape[1:])
-            wide[self.single_slots] = rows
-            decode = self._decode_shared if self.shared else self._decode
-            attended = decode(
-                wide,
-                keys[: self.width, :, : self.length],
-                values[: self.width, :, : self.length],
-                scaling,
-            )
-            output[self.single_rows] = attended[self.single_slots].reshape(len(rows), -1, head_dim)
+            rows = query[self.rows].unflatten(1, (num_kv, -1))
+            output[self.rows] = self._decode(rows, keys, values, scaling).flatten(1, 2)
         for span, slot, length, mask in self.long:
             attended = F.scaled_dot_product_attention(
                 query[span].transpose(0, 1)[None],
@@ -163,38 +175,54 @@ class SlotAttention:
         return output.transpose(0, 1)[None]
 
     def _decode(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+        self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """One query position per slot: [slots, KV heads, query heads per KV head, head dim]."""
-        return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=self.mask, scale=scaling
-        )
+        """One query position per slot, slots in the order of `self.slots`.
 
-    def _decode_shared(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        """The same, with the shared tokens of one slot for all of its family."""
-        width, num_kv, group, _ = query.shape
-        shared = self.shared
+        Args:
+            rows: [R, KV heads, query heads per KV head, head dim].
+        """
+        wide = rows.new_zeros(self.width, *rows.shape[1:])
+        wide[self.slots] = rows
+        keys_of_own = keys[: self.width, :, self.shared : self.length]
+        values_of_own = values[: self.width, :, self.shared : self.length]
+        if not self.shared:
+            attended = F.scaled_dot_product_attention(
+                wide, keys_of_own, values_of_own, attn_mask=self.mask, scale=scaling
+            )
+            return attended[self.slots]
+        own, own_sum = _attend_on_cpu(wide, keys_of_own, values_of_own, self.mask, scaling)
+        common, common_sum = [], []
+        for members, slot in self.families:
+            part, part_sum = _attend_on_cpu(
+                rows[members].transpose(0, 1).flatten(1, 2)[None],
+                keys[None, slot, :, : self.shared],
+                values[None, slot, :, : self.shared],
+                None,
+                scaling,
+            )
+            common.append(part[0])
+            common_sum.append(part_sum[0])
 
-        def by_head(family: torch.Tensor) -> torch.Tensor:
-            return family.transpose(0, 1).reshape(num_kv, -1, family.shape[3])
+        def by_row(parts: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(parts, dim=1).unflatten(1, (len(rows), -1)).transpose(0, 1)
 
-        def by_slot(family: torch.Tensor) -> torch.Tensor:
-            return family.view(num_kv, -1, group, family.shape[2]).transpose(0, 1)
+        # Softmax over both parts: each weighs as much as its sum of exponentials.
+        weight = torch.sigmoid(own_sum[self.slots] - by_row(common_sum))
+        return torch.lerp(by_row(common), own[self.slots], weight[..., None].to(rows.dtype))
 
-        common = query.new_zeros(width, num_kv, group, shared)
-        for family in self.families:
-            shared_keys = keys[family[0], :, :shared].transpose(1, 2)
-            common[family] = by_slot(by_head(query[family]) @ shared_keys)
-        own = query @ keys[:, :, shared:].transpose(2, 3)
-        scores = torch.cat((common, own), dim=-1).float().mul_(scaling)
-        weights = scores.masked_fill_(~self.mask, float("-inf")).softmax(dim=-1).to(query.dtype)
-        output = weights[..., shared:] @ values[:, :, shared:]
-        for family in self.families:
-            of_family = by_head(weights[family][..., :shared])
-            output[family] += by_slot(of_family @ values[family[0], :, :shared])
-        return output
+
+def _attend_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the log-sum-exp of its scores, which the public function keeps to itself."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, attn_mask=mask, scale=scaling
+    )
 
 
 def causal(

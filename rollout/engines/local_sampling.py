@@ -39,18 +39,18 @@ def sample(
         [_uniform(s.seed, index) for s, index in zip(samplings, indices, strict=True)],
         device=logits.device,
     )
-    logsumexp = torch.logsumexp(logits, dim=-1, keepdim=True)
-    best = logits.argmax(dim=-1)
-    cumulative = (logits - logsumexp).exp_().cumsum_(dim=-1)
+    all_logprobs = logits.log_softmax(dim=-1)
+    cumulative = all_logprobs.exp().cumsum_(dim=-1)
     total = cumulative[:, -1:]
     # Below the total in floating point too, so that no token of zero probability is ever found
     # behind it.
     target = torch.minimum(
         uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
     )
-    drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    tokens = torch.where(greedy, best, drawn)
-    logprobs = (logits.gather(1, tokens[:, None]) - logsumexp)[:, 0].clamp_(max=0.0)
+    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    if greedy.any():
+        tokens[greedy] = logits[greedy].argmax(dim=-1)
+    logprobs = all_logprobs.gather(1, tokens[:, None])[:, 0]
     return tokens.tolist(), logprobs.tolist()
 
 
