@@ -68,14 +68,19 @@ class TaskStream:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "num_tasks": self._num_tasks}
+        return {"position": self.position, "num_tasks": self._num_tasks, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the other stream stood.
 
         Raises:
-            ValueError: it had another number of tasks, so that its position means nothing here.
+            ValueError: it had other tasks or another seed: its position means nothing here.
         """
+        if state["seed"] != self.seed:
+            raise ValueError(
+                f"the checkpoint was made with seed={state['seed']}, not {self.seed}: the order of "
+                f"its tasks is another one; resume with seed={state['seed']}"
+            )
         if state["num_tasks"] != self._num_tasks:
             raise ValueError(
                 f"the checkpoint was made with {state['num_tasks']} tasks, the env now has "

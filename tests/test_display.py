@@ -117,21 +117,18 @@ def test_without_a_terminal_each_step_is_one_aligned_line():
     with Display(console, max_steps=60, title="calculator") as display:
         display.step(9, METRICS, [group_of_one()])
         display.step(10, METRICS | {"loss": -12.5})
-        display.note("checkpoint saved")
         display.finish(["held-out 0.31 -> 0.93"])
     lines = printed(console).splitlines()
-    assert len(lines) == 5 and "\x1b" not in printed(console)
+    assert len(lines) == 4 and "\x1b" not in printed(console)
     assert lines[1].startswith("step  9/60") and lines[1].index("ETA") == lines[2].index("ETA")
-    assert lines[3:] == ["checkpoint saved", "held-out 0.31 -> 0.93"]
+    assert lines[3] == "held-out 0.31 -> 0.93"
 
 
-def test_in_a_terminal_notes_stay_and_the_summary_comes_last():
+def test_in_a_terminal_the_summary_comes_last():
     console = terminal()
     with Display(console, max_steps=2, title="calculator") as display:
-        display.note("checkpoint saved")
         display.step(1, METRICS)
         display.finish(["held-out 0.31 -> 0.93"])
-    assert "checkpoint saved" in printed(console)
     assert printed(console).rstrip().endswith("held-out 0.31 -> 0.93")
 
 

@@ -47,6 +47,14 @@ def test_another_seed_is_another_order():
     assert ids(TaskStream(TASKS, seed=0), 10) != ids(TaskStream(TASKS, seed=1), 10)
 
 
+def test_a_position_in_another_order_is_refused():
+    state = TaskStream(TASKS, seed=3).state_dict()
+    with pytest.raises(ValueError, match="resume with seed=3"):
+        TaskStream(TASKS, seed=4).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"10 tasks.*now has 9"):
+        TaskStream(TASKS[:9], seed=3).load_state_dict(state)
+
+
 def test_without_tasks_every_draw_is_an_env_seed_of_its_own():
     draws = list(itertools.islice(TaskStream(None, seed=0), 50))
     assert len({draw.env_seed for draw in draws}) == len({draw.task.id for draw in draws}) == 50

@@ -103,10 +103,6 @@ class Display:
         if "eval/correct" in metrics:
             self._evals.append(metrics["eval/correct"])
 
-    def note(self, text: str) -> None:
-        """Print a line that stays."""
-        self._print(text)
-
     def finish(self, summary: Iterable[str]) -> None:
         """End the live picture, which stays as it is, and print the summary."""
         self.current_phase, self._progress = "done", None

@@ -31,7 +31,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: Any) -> Any:
-    """For inference: a model of the very same parameters, its linear layers packed if they can be."""
+    """For inference: a model of the very same parameters, linear layers packed where possible."""
     parameters = {id(p): p for p in model.parameters()}
     twin = copy.deepcopy(model, parameters).eval()
     for parent in list(twin.modules()):
