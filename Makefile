@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 CONFIG ?= configs/calculator_smollm2_cpu.yaml
 ARGS ?=
-LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 \
+LAUNCH := $(BIN)/accelerate launch --quiet --cpu --num_processes 1 --num_machines 1 \
 	--num_cpu_threads_per_process $(shell nproc) --mixed_precision no --dynamo_backend no
 
 .DEFAULT_GOAL := help

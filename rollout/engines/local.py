@@ -5,7 +5,7 @@ request, and the tokens of prompts and observations that are not cached yet, up 
 and values live in slots, one per episode, allocated once. A slot outlives the turn, so an episode's
 next request feeds only what the env added; and it is matched by its tokens, so a group's prompt, or
 the demonstrations that all prompts begin with, are computed once and copied. Weights of the
-learner's own dtype are the learner's own.
+learner's own dtype are the learner's own; on a CPU the linear layers are packed beside them.
 
 What it does not do: beam search, penalties, several devices.
 """
