@@ -63,7 +63,8 @@ class LocalEngine:
         num_slots: episodes whose keys and values are kept at once; as many requests run at once.
         max_context_tokens: per slot, sampled tokens included.
         dtype: of the weights and the cache. Other than the model's, or with `share_weights=False`,
-            the engine keeps a copy of its own, which `update_weights` writes.
+            the engine keeps a copy of its own, which `update_weights` writes. Shared weights too
+            count from the next `update_weights` on.
     """
 
     def __init__(

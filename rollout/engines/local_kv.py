@@ -95,9 +95,9 @@ class SlotAttention:
     """Attention of a flat row of chunks, each over its own slot; an `agentrl.attention.Attend`.
 
     Chunks of one token, the decoding rows, attend together over the slots up to the highest in use;
-    idle ones between them are computed and dropped, which is cheaper than to gather the cache. What
-    a family of them begins with, such as a group's prompt, is read from memory once for all of it.
-    Longer chunks attend one by one.
+    idle ones between them are computed and dropped, which is cheaper than to gather the cache. On a
+    CPU, what a family of them begins with, such as a group's prompt, is read from memory once for
+    all of it. Longer chunks attend one by one.
     """
 
     def __init__(self, kv: KVSlots, chunks: list[tuple[int, int, int]]) -> None:
@@ -116,7 +116,7 @@ class SlotAttention:
                 mask = torch.ones(count, start + count, dtype=torch.bool, device=kv.device)
                 self.long.append((slice(row, row + count), slot, start + count, mask.tril(start)))
             row += count
-        self.singles = len(singles)
+        self.num_singles = len(singles)
         if singles:
             self._plan_decoding(singles)
 
@@ -140,9 +140,9 @@ class SlotAttention:
         lengths = torch.full((self.width,), self.shared + 1)
         for slot, (_, length) in singles.items():
             lengths[slot] = length
-        hidden = torch.arange(self.shared, self.length)[None] >= lengths[:, None]
-        mask = torch.zeros(hidden.shape, dtype=kv.keys[0].dtype).masked_fill_(hidden, -torch.inf)
-        self.mask = mask[:, None, None].to(kv.device)
+        masked = torch.arange(self.shared, self.length)[None] >= lengths[:, None]
+        mask = torch.zeros(masked.shape, dtype=kv.keys[0].dtype).masked_fill_(masked, -torch.inf)
+        self.mask = mask[:, None, None].to(kv.device)  # added to the scores
 
     def __call__(
         self,
@@ -158,7 +158,7 @@ class SlotAttention:
             cache.view(-1, head_dim).index_copy_(0, self.places, new.reshape(-1, head_dim))
         query = query[0].transpose(0, 1)  # [T, query heads, head dim]
         output = torch.empty_like(query)
-        if self.singles:
+        if self.num_singles:
             # Query heads of one KV head stand where positions would, so that no key is repeated.
             rows = query[self.rows].unflatten(1, (num_kv, -1))
             output[self.rows] = self._decode(rows, keys, values, scaling).flatten(1, 2)
