@@ -15,7 +15,7 @@ LAUNCH := $(BIN)/accelerate launch --quiet --cpu --num_processes 1 --num_machine
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo.stamp ## train a small model to use a calculator, on this CPU (about ten minutes)
+demo: $(VENV)/demo.stamp ## train a small model to use a calculator, on this CPU (about 12 minutes)
 	$(LAUNCH) train.py --config $(CONFIG) $(ARGS)
 
 test: $(VENV)/dev.stamp ## run the tests

@@ -25,14 +25,8 @@ import accelerate
 import torch
 import transformers
 
-from agentrl.config import (
-    ConfigError,
-    RunConfig,
-    describe_config,
-    dump_config,
-    fresh_folder,
-    load_config,
-)
+from agentrl.config import ConfigError, RunConfig
+from agentrl.config_file import describe_config, dump_config, fresh_folder, load_config
 from agentrl.env import EnvNotFound, make_env, open_env, tasks_of
 from agentrl.metrics import MetricsError
 from agentrl.models import ModelError
@@ -40,7 +34,8 @@ from agentrl.protocols import EngineError
 from agentrl.renderer import Renderer, RendererError
 from agentrl.rubric import load_rewards
 from agentrl.trajectory import Trajectory
-from rollout.engines.local import LocalEngine, engine_dtype, fast_dtype, use_all_cores
+from rollout.engines.local import LocalEngine
+from rollout.engines.local_load import engine_dtype, fast_dtype, use_all_cores
 from rollout.manager import RolloutError, RolloutManager
 from rollout.tasks import TaskStream
 from train.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint

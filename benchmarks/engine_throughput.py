@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from agentrl.attention import register_attention
 from agentrl.types import Sampling
-from rollout.engines.local import LocalEngine, use_all_cores
+from rollout.engines.local import LocalEngine
+from rollout.engines.local_load import use_all_cores
 
 CONCURRENT = 32
 NUM_REQUESTS = 64

@@ -27,7 +27,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from agentrl.attention import register_attention
-from agentrl.config import make_config
+from agentrl.config_file import make_config
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, Task
 from train.advantage import group_advantages

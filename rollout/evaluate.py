@@ -26,14 +26,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from agentrl.config import (
-    ConfigError,
-    RunConfig,
-    fresh_folder,
-    load_config,
-    make_config,
-    parse_overrides,
-)
+from agentrl.config import ConfigError, RunConfig
+from agentrl.config_file import fresh_folder, load_config, make_config, parse_overrides
 from agentrl.env import EnvNotFound, make_env, open_env, tasks_of
 from agentrl.models import ModelError
 from agentrl.protocols import EngineDied
@@ -41,7 +35,7 @@ from agentrl.renderer import Renderer, RendererError
 from agentrl.rubric import load_rewards
 from agentrl.summary import summarize
 from agentrl.trajectory import TrajectoryGroup, write_groups
-from rollout.engines.local import load_engine
+from rollout.engines.local_load import load_engine
 from rollout.manager import RolloutError, RolloutManager
 from rollout.tasks import TaskStream
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import train.checkpoint
 from agentrl.attention import register_attention
-from agentrl.config import make_config
+from agentrl.config_file import make_config
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, Task
 from train.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint

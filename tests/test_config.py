@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config import (
-    ConfigError,
-    RunConfig,
-    Section,
+from agentrl.config import ConfigError, RunConfig, Section
+from agentrl.config_file import (
     describe_config,
     dump_config,
     load_config,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rollout.engines.local
+import rollout.engines.local_load
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Task
 from rollout.evaluate import evaluation, main, pass_at_k
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def few_threads(monkeypatch):
-    monkeypatch.setattr(rollout.engines.local, "use_all_cores", lambda: None)
+    monkeypatch.setattr(rollout.engines.local_load, "use_all_cores", lambda: None)
 
 
 def groups(*rewards):

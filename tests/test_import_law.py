@@ -15,6 +15,7 @@ TORCH_OUTSIDE_TRAIN = {
     "rollout/engines/local.py",
     "rollout/engines/local_kv.py",
     "rollout/engines/local_linear.py",
+    "rollout/engines/local_load.py",
     "rollout/engines/local_sampling.py",
 }
 

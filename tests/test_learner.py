@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl.attention import register_attention
-from agentrl.config import make_config
+from agentrl.config_file import make_config
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, StopReason, Task
 from train.learner import Learner, TrainingError

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from agentrl.attention import register_attention
 from agentrl.protocols import EngineDied, EngineError
 from agentrl.types import Sampling
-from rollout.engines.local import LocalEngine, fast_dtype
+from rollout.engines.local import LocalEngine
+from rollout.engines.local_load import fast_dtype
 from rollout.engines.local_sampling import sample
 
 STOP = 3

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
-from agentrl.config import load_config
+from agentrl.config_file import load_config
 from agentrl.metrics import load_metrics
 from agentrl.renderer import Renderer
 from rollout.engines.local import LocalEngine

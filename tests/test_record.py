@@ -7,7 +7,8 @@ import json
 import pytest
 import yaml
 
-from agentrl.config import ConfigError, fresh_folder, load_config
+from agentrl.config import ConfigError
+from agentrl.config_file import fresh_folder, load_config
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, Message, Task
 from tests.runs import write_config

@@ -8,7 +8,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from agentrl.config import RunConfig, dump_config
+from agentrl.config import RunConfig
+from agentrl.config_file import dump_config
 from agentrl.metrics import MetricLog
 from agentrl.trajectory import TrajectoryGroup, write_groups
 from train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
