@@ -33,8 +33,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a string that `_Loader` would read as a number."""
+    """Quotes a string that `_Loader` would read as a number, or would fold a line break of."""
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        odd_break = any(character in data for character in "\x85\u2028\u2029")
+        style = '"' if odd_break else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver(
