@@ -79,34 +79,44 @@ class Trajectory:
         """Append tokens that the policy did not sample."""
         if new_segment and self.token_ids:
             self.segment_starts.append(len(self.token_ids))
-        self._append(token_ids, False, [0.0] * len(token_ids), -1)
+        self._append(token_ids, False, [0.0] * len(token_ids), [-1] * len(token_ids))
 
     def act(self, completion: Completion) -> None:
         """Append tokens that the policy sampled in one request.
 
+        Where the request before was aborted and nothing was observed since, its turn goes on.
+
         Raises:
-            AlignmentError: not as many logprobs as tokens, one that is none, or nothing was
-                observed before.
+            AlignmentError: not as many logprobs or versions as tokens, a logprob that is none, or
+                nothing was observed before.
         """
         ids, logprobs = completion.token_ids, completion.logprobs
-        if len(ids) != len(logprobs):
-            raise AlignmentError(f"{len(ids)} sampled tokens came with {len(logprobs)} logprobs")
+        for name, column in (("logprobs", logprobs), ("versions", completion.versions)):
+            if len(column) != len(ids):
+                raise AlignmentError(f"{len(ids)} sampled tokens came with {len(column)} {name}")
         if not self.token_ids:
             raise AlignmentError("the first token of an episode must be observed, not sampled")
         for index, logprob in enumerate(logprobs):
             if not (math.isfinite(logprob) and logprob <= 1e-4):
                 raise AlignmentError(f"token {index} ({ids[index]}) came with logprob {logprob}")
         start = len(self.token_ids)
-        self._append(ids, True, logprobs, completion.versions[0])
+        self._append(ids, True, logprobs, completion.versions)
+        last = self.turns[-1] if self.turns else None
+        if last and last.finish_reason == "abort" and last.end == start:
+            start = self.turns.pop().start
         self.turns.append(Turn(start=start, end=len(self), finish_reason=completion.finish_reason))
 
     def _append(
-        self, ids: Sequence[int], sampled: bool, logprobs: Sequence[float], version: int
+        self,
+        ids: Sequence[int],
+        sampled: bool,
+        logprobs: Sequence[float],
+        versions: Sequence[int],
     ) -> None:
         self.token_ids.extend(ids)
         self.loss_mask.extend([sampled] * len(ids))
         self.logprobs.extend(logprobs)
-        self.versions.extend([version] * len(ids))
+        self.versions.extend(versions)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -123,9 +133,7 @@ class Trajectory:
     @property
     def oldest_version(self) -> int:
         """Of the weights that sampled a token of this episode; -1 if none was sampled."""
-        return min(
-            (self.versions[turn.start] for turn in self.turns if turn.end > turn.start), default=-1
-        )
+        return min((version for version in self.versions if version >= 0), default=-1)
 
     def segments(self) -> list[slice]:
         """The parts that are one sequence each for the learner, up to their last sampled token."""

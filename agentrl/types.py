@@ -174,14 +174,14 @@ class Completion:
 
     Example:
         Completion(
-            token_ids=[7, 8, 2], logprobs=[-0.1, -2.3, -0.5], finish_reason="stop", versions=(4, 4)
+            token_ids=[7, 8, 2], logprobs=[-0.1, -2.3, -0.5], finish_reason="stop", versions=[4, 4, 4]
         )
     """
 
     token_ids: list[int]  # [n]
     logprobs: list[float]  # [n]
     finish_reason: FinishReason
-    versions: tuple[int, int]  # the oldest and the newest weights that sampled a token of it
+    versions: list[int]  # [n] of the weights that sampled each token
 
 
 class StopReason(StrEnum):

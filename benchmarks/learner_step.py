@@ -58,7 +58,7 @@ def make_groups(seed: int = 0) -> list[TrajectoryGroup]:
                         token_ids=tokens(sampled),
                         logprobs=[-10.8] * sampled,
                         finish_reason="stop",
-                        versions=(0, 0),
+                        versions=[0] * sampled,
                     )
                 )
                 left -= sampled

@@ -28,7 +28,7 @@ class Instant(ScriptedEngine):
             token_ids=[40] * 31 + [stop],
             logprobs=[-0.5] * 32,
             finish_reason="stop",
-            versions=(self.version, self.version),
+            versions=[self.version] * 32,
         )
 
 

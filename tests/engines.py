@@ -92,7 +92,7 @@ class ScriptedEngine:
             token_ids=cut,
             logprobs=[-0.5] * len(cut),
             finish_reason="stop" if len(cut) == len(ids) else "length",
-            versions=(version, version),
+            versions=[version] * len(cut),
         )
 
     def encode(self, text: str) -> list[int]:

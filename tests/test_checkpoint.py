@@ -75,7 +75,7 @@ def groups(seed):
                 token_ids=rng.integers(0, 31, 4).tolist(),
                 logprobs=[-3.4] * 4,
                 finish_reason="stop",
-                versions=(0, 0),
+                versions=[0] * 4,
             )
         )
         trajectory.reward = reward

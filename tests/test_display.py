@@ -34,7 +34,7 @@ def group_of_one(answer: str = "The answer is 509.") -> TrajectoryGroup:
     episode.observe([1])
     for _ in range(2):
         completion = Completion(
-            token_ids=[1], logprobs=[-0.1], finish_reason="stop", versions=(0, 0)
+            token_ids=[1], logprobs=[-0.1], finish_reason="stop", versions=[0]
         )
         episode.act(completion)
         episode.observe([2])

@@ -419,7 +419,7 @@ def test_an_engine_error_is_a_fault_and_a_dead_engine_stops_the_run(renderer):
 def test_an_aborted_turn_keeps_its_tokens_and_is_not_trained(renderer):
     """F028."""
     partial = Completion(
-        token_ids=[5] * 57, logprobs=[-1.0] * 57, finish_reason="abort", versions=(0, 0)
+        token_ids=[5] * 57, logprobs=[-1.0] * 57, finish_reason="abort", versions=[0] * 57
     )
     tape = play_one(ScriptedEngine(renderer, partial))
     assert tape.stop_reason is StopReason.ABORTED and tape.reward is None
@@ -427,7 +427,7 @@ def test_an_aborted_turn_keeps_its_tokens_and_is_not_trained(renderer):
 
 
 def test_a_reply_whose_logprobs_do_not_match_is_an_engine_fault(renderer):
-    short = Completion(token_ids=[5, 6], logprobs=[-1.0], finish_reason="stop", versions=(0, 0))
+    short = Completion(token_ids=[5, 6], logprobs=[-1.0], finish_reason="stop", versions=[0, 0])
     tape = play_one(ScriptedEngine(renderer, short))
     assert tape.stop_reason is StopReason.ENGINE_ERROR and "logprobs" in tape.error
 

@@ -79,7 +79,7 @@ def random_group(rng, size, name, shown):
                     token_ids=rng.integers(0, 97, n).tolist(),
                     logprobs=(-rng.random(n) * 4).tolist(),
                     finish_reason="stop",
-                    versions=(0, 0),
+                    versions=[0] * n,
                 )
             )
             trajectory.observe(rng.integers(0, 97, int(rng.integers(1, 5))).tolist())
@@ -402,7 +402,7 @@ def test_a_policy_learns_the_token_that_is_rewarded():
         trajectory.observe([1, 2, 3])
         logprob = learner.logprobs([1, 2, 3, token])[-1]
         trajectory.act(
-            Completion(token_ids=[token], logprobs=[logprob], finish_reason="stop", versions=(0, 0))
+            Completion(token_ids=[token], logprobs=[logprob], finish_reason="stop", versions=[0])
         )
         trajectory.reward = float(token == 7)
         return trajectory

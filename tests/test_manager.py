@@ -713,7 +713,7 @@ def test_lengths_count_sampled_and_env_tokens_apart():
                 token_ids=[2] * count,
                 logprobs=[-1.0] * count,
                 finish_reason="stop",
-                versions=(0, 0),
+                versions=[0] * count,
             )
             tape.act(completion)
     tape.reward, tape.stop_reason = 1.0, StopReason.DONE

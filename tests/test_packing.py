@@ -29,7 +29,7 @@ def tape(*parts, reward=1.0, stop_reason=StopReason.DONE, new_segments=()):
                     token_ids=list(part),
                     logprobs=[-0.5] * len(part),
                     finish_reason="stop",
-                    versions=(3, 3),
+                    versions=[3] * len(part),
                 )
             )
         else:

@@ -36,7 +36,7 @@ def group():
     tape = Trajectory(id="g0-0")
     tape.messages.append(Message(role="user", content="größer?"))
     tape.observe([1, 2])
-    tape.act(Completion(token_ids=[3], logprobs=[-0.5], finish_reason="stop", versions=(0, 0)))
+    tape.act(Completion(token_ids=[3], logprobs=[-0.5], finish_reason="stop", versions=[0]))
     tape.reward = 1.0
     return TrajectoryGroup(id="g0", task=Task(id="t", answer="4"), trajectories=[tape])
 

@@ -15,7 +15,7 @@ def completion(ids, logprobs=None, finish_reason="stop", version=0):
         token_ids=list(ids),
         logprobs=[-1.0] * len(ids) if logprobs is None else logprobs,
         finish_reason=finish_reason,
-        versions=(version, version + 1),
+        versions=[version] * len(ids),
     )
 
 

@@ -309,7 +309,7 @@ class LocalEngine:
             token_ids=request.token_ids[request.num_prompt :],
             logprobs=request.logprobs,
             finish_reason=reason,
-            versions=(self.version, self.version),
+            versions=[self.version] * len(request.logprobs),
         )
 
     def _answer(self, answers: list[tuple[_Request, Completion]]) -> None:
