@@ -91,6 +91,10 @@ class RolloutConfig(Section):
     """Calls of `reset`, `step`, `close` and rewards at once."""
     max_staleness: int = Field(default=0, ge=0)
     """Weight versions between an episode's first token and its training. 0: synchronous."""
+    on_update: Literal["keep", "drop", "finish"] = "keep"
+    """Turns that new weights interrupt go on with them: from the tokens they have (keep), or from
+    the start of the turn (drop). finish: the weights wait for them.
+    """
     dynamic_sampling_rounds: int = Field(default=0, ge=0)
     """Times a group without signal is replaced by another (DAPO). 0: such groups are kept."""
     oversampling: float = Field(default=1.0, ge=1.0)

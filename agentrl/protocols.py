@@ -38,6 +38,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def interrupt(self) -> None:
+        """End the requests in flight now; each answers what it sampled so far, as an abort."""
+        ...
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """The log probability, at temperature 1, of each token but the first: [n - 1]."""
         ...

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -168,24 +169,39 @@ async def _reset(episode: Episode, stage: Stage) -> dict[str, Any]:
 
 
 async def _generate(episode: Episode, stage: Stage, max_new_tokens: int) -> Action:
-    """Let the engine sample a turn, put it on the tape, and read it."""
-    tape, config, renderer = episode.tape, stage.config, stage.renderer
-    sampling = Sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=config.temperature,
-        seed=derive_seed(episode.seed, len(tape.turns)),
-        stop_token_ids=renderer.stop_token_ids,
-    )
-    timeout_s = config.generate_timeout_s
+    """Let the engine sample a turn, put it on the tape, and read it.
+
+    New weights may interrupt it, more than once; each part keeps its own logprobs and versions.
+    """
+    tape, config, renderer, gate = episode.tape, stage.config, stage.renderer, stage.generation
+    turn, start = len(tape.turns), len(tape)
     with _faults(StopReason.ENGINE_ERROR, StopReason.ENGINE_TIMEOUT):
-        async with _work(episode, "generate", "generate", stage.generation, timeout_s):
-            completion = await stage.engine.generate(tape.context, sampling, session=episode.id)
-        tape.act(completion)
+        for part in itertools.count():
+            sampling = Sampling(
+                max_new_tokens=max_new_tokens - (len(tape) - start),
+                temperature=config.temperature,
+                seed=derive_seed(episode.seed, turn, *[part] * (part > 0)),
+                stop_token_ids=renderer.stop_token_ids,
+            )
+            async with _work(episode, "generate", "generate", gate, config.generate_timeout_s):
+                times_shut = gate.times_shut
+                completion = await stage.engine.generate(
+                    tape.context, sampling, session=episode.id
+                )
+                interrupted = gate.times_shut > times_shut
+            if completion.finish_reason == "abort" and interrupted:
+                if config.on_update == "drop":
+                    continue
+                if len(completion.token_ids) == sampling.max_new_tokens:
+                    completion = replace(completion, finish_reason="length")
+            tape.act(completion)
+            if completion.finish_reason != "abort" or not interrupted:
+                break
     await stage.turnstile.pass_through()
     if completion.finish_reason == "abort":
         raise _Fault(StopReason.ABORTED, f"the engine aborted turn {len(tape.turns)}")
     with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
-        action = renderer.parse(completion.token_ids, completion.finish_reason)
+        action = renderer.parse(tape.token_ids[start:], completion.finish_reason)
         tape.messages.append(action.to_message())
     return action
 

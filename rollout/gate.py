@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
+
+INTERRUPT_EVERY_S = 0.2
 
 
 class Gate:
@@ -26,6 +28,7 @@ class Gate:
         self._empty = asyncio.Event()
         self._empty.set()
         self.in_flight = 0
+        self.times_shut = 0
 
     def locked(self) -> bool:
         """Whether a request would have to wait."""
@@ -48,14 +51,24 @@ class Gate:
             self._empty.set()
 
     @asynccontextmanager
-    async def shut(self, timeout_s: float) -> AsyncIterator[None]:
+    async def shut(
+        self, timeout_s: float, interrupt: Callable[[], Awaitable[None]] | None = None
+    ) -> AsyncIterator[None]:
         """Let nobody in, and wait until everybody is out; after an error the gate stays shut.
+
+        `interrupt` asks those inside to leave. It is called again and again, for a request that was
+        on its way when it was called has not heard it.
 
         Raises:
             TimeoutError: a request is still in flight after `timeout_s` seconds.
         """
         self._open.clear()
+        self.times_shut += 1
         async with asyncio.timeout(timeout_s):
+            while interrupt is not None and self.in_flight:
+                await interrupt()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._empty.wait(), INTERRUPT_EVERY_S)
             await self._empty.wait()
         yield
         self._open.set()

@@ -338,7 +338,8 @@ class RolloutManager:
     async def _update_weights(self, weights: Weights, version: int) -> None:
         try:
             # Each request has this deadline itself; one that lives on is deaf to its cancellation.
-            async with self._gate.shut(self._config.generate_timeout_s + CLOSE_S):
+            interrupt = None if self._config.on_update == "finish" else self._engine.interrupt
+            async with self._gate.shut(self._config.generate_timeout_s + CLOSE_S, interrupt):
                 await self._engine.update_weights(weights, version)
         except TimeoutError as error:
             raise RolloutError(

@@ -98,6 +98,8 @@ class ScriptedEngine:
     def encode(self, text: str) -> list[int]:
         return byte_tokenizer().encode(text, add_special_tokens=False)
 
+    async def interrupt(self) -> None: ...
+
     async def score(self, token_ids: Any) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)
 

@@ -112,6 +112,9 @@ class LocalEngine:
             request.cancelled = True
             raise
 
+    async def interrupt(self) -> None:
+        await self._on_thread(self._interrupt)
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._on_thread(lambda: self._score(token_ids))
 
@@ -296,6 +299,15 @@ class LocalEngine:
                 self._counts["engine/evicted_sessions"] += 1
                 return slot
         return None
+
+    def _interrupt(self) -> None:
+        with self._wake:
+            requests = [*self._busy.values(), *self._waiting]
+            self._waiting.clear()
+        self._busy.clear()
+        self._answer(
+            [(r, self._completion(r, "abort")) for r in requests if not r.cancelled]
+        )
 
     def _num_pending(self, request: _Request) -> int:
         """Tokens whose keys and values are not computed yet; the last of them draws the next."""
