@@ -63,10 +63,12 @@ class EnvConfig(Section):
 class RolloutConfig(Section):
     """How episodes are played. Lengths count tokens, times count seconds."""
 
-    engine: Literal["local"] = "local"
-    """What samples: `local` is the engine inside this process."""
+    engine: Literal["auto", "sglang", "local"] = "auto"
+    """What samples. local: the engine inside this process. sglang: servers, see the section sglang.
+    auto: sglang where there is a GPU or `sglang.urls` is set.
+    """
     engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the local engine; float32 shares the learner's weights. auto: bfloat16 where fast."""
+    """Of the engine; a local one in float32 shares the learner's weights. auto: bfloat16 where fast."""
     tool_format: Literal["tag", "hermes", "llama3", "none"] = "hermes"
     """How the model writes tool calls."""
     history: Literal["append", "template"] = "append"
@@ -129,6 +131,49 @@ class RolloutConfig(Section):
                 f"min_group_size={self.min_group_size} is larger than "
                 f"num_generations={self.num_generations}"
             )
+        return self
+
+
+class SGLangConfig(Section):
+    """The servers that sample where `rollout.engine` is sglang. Times count seconds."""
+
+    mode: Literal["spawn", "connect"] = "spawn"
+    """spawn: start them here, watch them, end them with the run. connect: use those at `urls`."""
+    urls: list[str] = Field(default_factory=list)
+    """Of the servers to connect to, or of one sglang-router in front of them."""
+    num_servers: int = Field(default=0, ge=0)
+    """To spawn. 0: as many as the GPUs are enough for; 1 without a GPU."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs per server."""
+    colocate: bool = False
+    """Servers and learner share the GPUs: each gives its memory to the other while it waits."""
+    mem_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Of a GPU's memory for a server's weights and KV cache. null: SGLang's own choice."""
+    python: str | None = None
+    """The interpreter that SGLang is installed for. null: .venv-sglang/bin/python, else this one."""
+    server_args: list[str] = Field(default_factory=list)
+    """More arguments of `sglang.launch_server`, such as --chunked-prefill-size=4096."""
+    weight_sync: Literal["auto", "tensor", "distributed", "disk"] = "auto"
+    """tensor: through memory of this machine. distributed: a process group with the servers. disk: a
+    folder that both see. auto: tensor where servers are on this machine, else distributed.
+    """
+    bucket_mb: int = Field(default=512, ge=1)
+    """Megabytes of weights on their way at once."""
+    sync_timeout_s: float = Field(default=300.0, gt=0)
+    """Per update of the weights."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Until a server that was started answers, the first time and after it died."""
+    take_over: bool = False
+    """Send weights also to servers that hold those of another run."""
+    max_tries: int = Field(default=5, ge=1)
+    """Of a request, over all servers, while they do not answer."""
+
+    @model_validator(mode="after")
+    def _modes_fit(self) -> Self:
+        if (self.mode == "connect") != bool(self.urls):
+            raise ValueError("mode=connect takes urls, mode=spawn takes none")
+        if self.mode == "connect" and self.colocate:
+            raise ValueError("colocate=true needs mode=spawn")
         return self
 
 
@@ -214,6 +259,7 @@ class RunConfig(Section):
     model: ModelConfig
     env: EnvConfig
     rollout: RolloutConfig = RolloutConfig()
+    sglang: SGLangConfig = SGLangConfig()
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
@@ -237,6 +283,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"optim.num_minibatches={splits} does not divide "
                 f"rollout.prompts_per_step={prompts}; valid: {valid}"
+            )
+        if self.sglang.colocate and self.rollout.max_staleness > 0:
+            raise ValueError(
+                "sglang.colocate=true lets either the servers or the learner work, "
+                f"rollout.max_staleness={self.rollout.max_staleness} lets both: set one of them only"
             )
         if splits * self.optim.num_iterations > 1 and self.loss.old_logprobs == "skip":
             raise ValueError(

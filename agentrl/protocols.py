@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentrl.trajectory import TrajectoryGroup
@@ -20,10 +22,52 @@ class EngineDied(EngineError):
     """The engine failed as a whole: no later request will be answered, so the run stops at once."""
 
 
+class SyncError(EngineError):
+    """New weights did not arrive everywhere: nothing may be trained on what is sampled now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What the learner says of some tokens, for an engine to agree with after an update.
+
+    Example:
+        Probe(token_ids=[5, 7, 2], logprobs=[-3.2, -0.4], tolerance=1e-3)
+    """
+
+    token_ids: list[int]  # [n]
+    logprobs: list[float]  # [n - 1], of each token but the first, at temperature 1
+    tolerance: float  # mean |difference| in nats per token that passes
+
+    def check(self, logprobs: Sequence[float], version: int, where: str) -> float:
+        """The mean |difference| to `logprobs`.
+
+        Raises:
+            SyncError: it is over the tolerance, or no number.
+        """
+        pairs = zip(self.logprobs, logprobs, strict=True)
+        difference = sum(abs(ours - theirs) for ours, theirs in pairs) / len(self.logprobs)
+        if not difference <= self.tolerance:
+            raise SyncError(
+                f"after the update to version {version} the logprobs of {where} differ from the "
+                f"learner's by {difference:.3g} nats per token, more than {self.tolerance:g}"
+            )
+        return difference
+
+
 class Engine(Protocol):
     """Samples continuations of token sequences. Called on the manager's event loop."""
 
     version: int  # of the weights it samples with
+    wants_weights: asyncio.Event
+    """Set while a part of it came back without weights: `update_weights` with the present ones."""
+
+    async def start(self) -> None:
+        """Get ready for the first `update_weights`, which comes before the first request.
+
+        Raises:
+            EngineDied: there is nothing that could sample.
+        """
+        ...
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, session: str
@@ -50,8 +94,61 @@ class Engine(Protocol):
         """The episode is over; what was kept for it may go."""
         ...
 
-    async def update_weights(self, weights: Weights, version: int) -> None:
-        """Sample with `weights` from now on, never with KV of older ones; nothing is in flight."""
+    async def sleep(self) -> None:
+        """Lend its memory to the learner until the next `update_weights`; nothing is in flight."""
+        ...
+
+    async def update_weights(
+        self, weights: Weights, version: int, probe: Probe
+    ) -> dict[str, float]:
+        """Sample with `weights` from now on, never with KV of older ones; nothing is in flight.
+
+        Returns: metrics named `sync/…`, the mean |difference| of the probe among them.
+
+        Raises:
+            SyncError: the engine does not sample with these weights.
+        """
+        ...
+
+    def pop_metrics(self) -> dict[str, float]:
+        """What it counted and timed since the last call, named `engine/…`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Server(Protocol):
+    """One server of an engine, as whoever brings it weights sees it."""
+
+    url: str
+    num_ranks: int  # over which it splits each tensor
+    dtype: str  # of its weights: "bfloat16", "float32", …
+    routes: frozenset[str]  # the paths that it serves
+
+    async def post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Any:
+        """The JSON it answers.
+
+        Raises:
+            EngineError: it does not answer, or not with status 200.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What a transport did."""
+
+    num_tensors: int
+    num_bytes: int
+    seconds: dict[str, float]  # `gather`, `serialize`, `send`, …: the parts of the time it took
+    failed: dict[str, str]  # url -> why; the other servers took all tensors
+
+
+class Transport(Protocol):
+    """Brings weights from the learner to servers."""
+
+    async def send(self, weights: Weights, servers: Sequence[Server]) -> Sent:
+        """Let each server load all tensors; `weights` is read once, in a thread of its own."""
         ...
 
     async def close(self) -> None: ...
@@ -60,20 +157,23 @@ class Engine(Protocol):
 class Rollouts(Protocol):
     """What the learner sees of rollouts: groups out, weights in, synchronous."""
 
-    def next_groups(self, num_groups: int) -> list[TrajectoryGroup]:
-        """Wait for groups that are complete, scored and not staler than allowed."""
+    def next_groups(self, num_groups: int) -> list[TrajectoryGroup] | None:
+        """Wait for groups that are complete, scored and not staler than allowed.
+
+        None: the engine wants the present weights again; give them, then ask again.
+        """
         ...
 
     def evaluate(self) -> list[TrajectoryGroup]:
         """Play the held-out tasks with the present weights; faults stay in the groups, unscored."""
         ...
 
-    def update_weights(self, weights: Weights, version: int) -> None:
-        """Hand new weights to the engine, in between requests."""
+    def sleep(self) -> None:
+        """Lend the engine's memory to the learner until the next `update_weights`."""
         ...
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """The engine's logprob of each token but the first, to verify an update: [n - 1]."""
+    def update_weights(self, weights: Weights, version: int, probe: Probe) -> dict[str, float]:
+        """Hand weights to the engine, in between requests; they are verified with `probe`."""
         ...
 
     def pop_metrics(self) -> dict[str, float]:
