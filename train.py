@@ -34,6 +34,7 @@ from agentrl.protocols import EngineError
 from agentrl.renderer import Renderer, RendererError
 from agentrl.rubric import load_rewards
 from agentrl.trajectory import Trajectory
+from agentrl.types import Message
 from rollout.engines.local import LocalEngine
 from rollout.engines.local_load import engine_dtype, fast_dtype, use_all_cores
 from rollout.manager import RolloutError, RolloutManager
@@ -41,15 +42,19 @@ from rollout.tasks import TaskStream
 from train.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
 from train.display import Display
 from train.learner import Learner, TrainingError
-from train.loop import SyncError, train
+from train.loop import train
 from train.model import load_model
 from train.record import RunRecord
 
 BAD_INPUT = (ConfigError, EnvNotFound, RendererError, ModelError)
 FAILED = (
-    RolloutError, EngineError, TrainingError, SyncError, CheckpointError, MetricsError, OSError
+    RolloutError, EngineError, TrainingError, CheckpointError, MetricsError, OSError
 )  # fmt: skip
 # Mean |learner - engine| logprob, in nats, that arithmetic of another order may cause.
+PROBE = (
+    "A farmer's 16 hens lay an egg a day each. She eats 3, bakes with 4 and sells the rest for 2 "
+    "dollars apiece. How much does she earn in a week, and what would she earn in 2048?"
+)
 SYNC_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
 
@@ -142,9 +147,10 @@ def run(config: RunConfig, *, resume: bool) -> None:
                 rollouts.load_state_dict(state.rollouts)
         accelerator.init_trackers("agentrl")
         record = RunRecord(folder, config, accelerator, tokenizer, state)
+        probe_ids = renderer.prompt([Message(role="user", content=PROBE)])
         tolerance = SYNC_TOLERANCE[engine_dtype(config.rollout)]
         try:
-            train(config, learner, rollouts, record, display, state, tolerance)
+            train(config, learner, rollouts, record, display, state, probe_ids, tolerance)
         except BaseException as error:
             error.add_note(record.how_to_resume())
             raise

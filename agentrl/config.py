@@ -68,7 +68,9 @@ class RolloutConfig(Section):
     auto: sglang where there is a GPU or `sglang.urls` is set.
     """
     engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the engine; a local one in float32 shares the learner's weights. auto: bfloat16 where fast."""
+    """Of the engine; a local one in float32 shares the learner's weights. auto: bfloat16 where the
+    hardware multiplies it.
+    """
     tool_format: Literal["tag", "hermes", "llama3", "none"] = "hermes"
     """How the model writes tool calls."""
     history: Literal["append", "template"] = "append"
@@ -150,12 +152,12 @@ class SGLangConfig(Section):
     mem_fraction: float | None = Field(default=None, gt=0, lt=1)
     """Of a GPU's memory for a server's weights and KV cache. null: SGLang's own choice."""
     python: str | None = None
-    """The interpreter that SGLang is installed for. null: .venv-sglang/bin/python, else this one."""
+    """The interpreter SGLang is installed for. null: .venv-sglang/bin/python, else this one."""
     server_args: list[str] = Field(default_factory=list)
     """More arguments of `sglang.launch_server`, such as --chunked-prefill-size=4096."""
     weight_sync: Literal["auto", "tensor", "distributed", "disk"] = "auto"
-    """tensor: through memory of this machine. distributed: a process group with the servers. disk: a
-    folder that both see. auto: tensor where servers are on this machine, else distributed.
+    """tensor: through memory of this machine. distributed: a process group with the servers.
+    disk: a folder that both see. auto: tensor where mode is spawn, else distributed.
     """
     bucket_mb: int = Field(default=512, ge=1)
     """Megabytes of weights on their way at once."""
@@ -287,7 +289,7 @@ class RunConfig(Section):
         if self.sglang.colocate and self.rollout.max_staleness > 0:
             raise ValueError(
                 "sglang.colocate=true lets either the servers or the learner work, "
-                f"rollout.max_staleness={self.rollout.max_staleness} lets both: set one of them only"
+                f"rollout.max_staleness={self.rollout.max_staleness} lets both: set only one"
             )
         if splits * self.optim.num_iterations > 1 and self.loss.old_logprobs == "skip":
             raise ValueError(

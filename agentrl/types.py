@@ -174,7 +174,7 @@ class Completion:
 
     Example:
         Completion(
-            token_ids=[7, 8, 2], logprobs=[-0.1, -2.3, -0.5], finish_reason="stop", versions=[4, 4, 4]
+            token_ids=[7, 8], logprobs=[-0.1, -2.3], finish_reason="stop", versions=[4, 4]
         )
     """
 

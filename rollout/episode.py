@@ -185,9 +185,7 @@ async def _generate(episode: Episode, stage: Stage, max_new_tokens: int) -> Acti
             )
             async with _work(episode, "generate", "generate", gate, config.generate_timeout_s):
                 times_shut = gate.times_shut
-                completion = await stage.engine.generate(
-                    tape.context, sampling, session=episode.id
-                )
+                completion = await stage.engine.generate(tape.context, sampling, session=episode.id)
                 interrupted = gate.times_shut > times_shut
             if completion.finish_reason == "abort" and interrupted:
                 if config.on_update == "drop":

@@ -11,6 +11,8 @@
                                         `- env_calls  max_concurrent_env_calls --> env, rewards
     update_weights --- waits for ---> gate shut, nothing in flight, engine.update_weights, gate open
 
+Turns that are in flight at an update are interrupted and go on after it (`rollout.on_update`).
+
 With `max_staleness=0` no slot lives between two calls. Otherwise `(max_staleness + 1) * n` groups
 are alive at most, those that the learner holds included, and slots go on while it trains.
 
@@ -34,7 +36,7 @@ import gymnasium
 
 from agentrl.config import EvalConfig, RolloutConfig
 from agentrl.metrics import MeanMetrics
-from agentrl.protocols import Engine, Weights
+from agentrl.protocols import Engine, Probe, Weights
 from agentrl.renderer import Renderer
 from agentrl.rubric import Rubric
 from agentrl.summary import summarize
@@ -154,6 +156,11 @@ class RolloutManager:
         self._thread.start()
         for watch in (self._watch.progress, self._watch.lag):
             asyncio.run_coroutine_threadsafe(watch(), self._loop)
+        try:
+            self._cross(engine.start())
+        except BaseException:
+            self.close()
+            raise
 
     # The learner's side.
 
@@ -176,19 +183,18 @@ class RolloutManager:
         """
         return self._cross(self._evaluate())
 
-    def update_weights(self, weights: Weights, version: int) -> None:
-        """Let no request begin, wait for those in flight, hand over, and go on.
+    def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        self._cross(self._sleep())
+
+    def update_weights(self, weights: Weights, version: int, probe: Probe) -> dict[str, float]:
+        """Let no request begin, end those in flight, hand over, and go on.
 
         Raises:
             RolloutError: a request did not end.
+            SyncError: see `Engine.update_weights`.
         """
-        self._cross(self._update_weights(weights, version))
-
-    def score(self, token_ids: Any) -> list[float]:
-        """See `Engine.score`."""
-        return self._cross(
-            asyncio.wait_for(self._engine.score(token_ids), self._config.generate_timeout_s)
-        )
+        return self._cross(self._update_weights(weights, version, probe))
 
     def pop_metrics(self) -> dict[str, float]:
         """Counts, means and times since the last call, over all groups sampled, trained on or not.
@@ -335,12 +341,18 @@ class RolloutManager:
             await cancel(groups)
             raise
 
-    async def _update_weights(self, weights: Weights, version: int) -> None:
+    async def _sleep(self) -> None:
+        async with self._gate.shut(self._config.generate_timeout_s + CLOSE_S):
+            await self._engine.sleep()
+
+    async def _update_weights(
+        self, weights: Weights, version: int, probe: Probe
+    ) -> dict[str, float]:
+        interrupt = None if self._config.on_update == "finish" else self._engine.interrupt
         try:
             # Each request has this deadline itself; one that lives on is deaf to its cancellation.
-            interrupt = None if self._config.on_update == "finish" else self._engine.interrupt
             async with self._gate.shut(self._config.generate_timeout_s + CLOSE_S, interrupt):
-                await self._engine.update_weights(weights, version)
+                metrics = await self._engine.update_weights(weights, version, probe)
         except TimeoutError as error:
             raise RolloutError(
                 f"{self._gate.in_flight} requests did not end, so the weights could not be "
@@ -348,6 +360,7 @@ class RolloutManager:
             ) from error
         if self._config.max_staleness > 0 and self._slots:
             self._start_slots(self._num_alive_allowed)
+        return metrics
 
     def _staleness(self, group: TrajectoryGroup) -> int:
         versions = [
@@ -358,7 +371,7 @@ class RolloutManager:
     async def _pop_metrics(self) -> dict[str, float]:
         now = time.perf_counter()
         groups, self._sampled = self._sampled, []
-        metrics = summarize(groups) | self._metrics.pop()
+        metrics = summarize(groups) | self._metrics.pop() | self._engine.pop_metrics()
         tapes = [tape for group in groups for tape in group.trajectories]
         spent: Counter[str] = Counter()
         for tape in tapes:

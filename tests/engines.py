@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl.config import RolloutConfig
 from agentrl.env import TextEnv
+from agentrl.protocols import Probe
 from agentrl.renderer import Renderer
 from agentrl.types import Completion, Message, Sampling, Task
 
@@ -50,6 +52,7 @@ class Request:
     turn: int
 
 
+ANY_PROBE = Probe(token_ids=[1, 2], logprobs=[0.0], tolerance=math.inf)
 Reply = str | Completion
 Script = Callable[[Request], Any]  # -> Reply, or a coroutine of one; may raise
 
@@ -67,6 +70,7 @@ class ScriptedEngine:
     most_in_flight: int = 0
     in_flight_at_update: int | None = None
     closed: bool = False
+    wants_weights: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._turns: Counter[str] = Counter()
@@ -98,17 +102,25 @@ class ScriptedEngine:
     def encode(self, text: str) -> list[int]:
         return byte_tokenizer().encode(text, add_special_tokens=False)
 
+    async def start(self) -> None: ...
+
     async def interrupt(self) -> None: ...
 
     async def score(self, token_ids: Any) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)
 
+    async def sleep(self) -> None: ...
+
     async def release(self, session: str) -> None:
         self.released.append(session)
 
-    async def update_weights(self, weights: Any, version: int) -> None:
+    async def update_weights(self, weights: Any, version: int, probe: Any) -> dict[str, float]:
         self.in_flight_at_update = self.in_flight
         self.version = version
+        return {}
+
+    def pop_metrics(self) -> dict[str, float]:
+        return {}
 
     async def close(self) -> None:
         self.closed = True

@@ -64,7 +64,7 @@ def running_threads() -> set[str]:
 
 def without_times(record: dict) -> dict:
     """What must be the same when a step is done again."""
-    timed = ("time", "seconds", "per_second", "lag", "memory", "busy", "segment", "step_time")
+    timed = ("time", "seconds", "per_second", "lag", "memory", "engine/", "segment", "step_time")
     return {k: v for k, v in record.items() if not any(word in k for word in timed)}
 
 

@@ -15,6 +15,7 @@ from agentrl.types import Sampling
 from rollout.engines.local import LocalEngine
 from rollout.engines.local_load import fast_dtype
 from rollout.engines.local_sampling import sample
+from tests.engines import ANY_PROBE
 
 STOP = 3
 
@@ -303,11 +304,11 @@ def test_new_weights_never_meet_old_keys(model, reference):
 
     async def play(engine):
         await engine.generate(prompt, Sampling(max_new_tokens=4), session="a")
-        await engine.update_weights(changed.named_parameters(), 1)
+        await engine.update_weights(changed.named_parameters(), 1, ANY_PROBE)
         return await engine.generate(prompt, Sampling(max_new_tokens=4), session="a")
 
     completion = run(engine_for(model, share_weights=False), play)
-    assert completion.versions == (1, 1)
+    assert completion.versions == [1] * 4
     expected = true_logprobs(changed_reference, prompt, completion.token_ids)
     assert completion.logprobs == pytest.approx(expected, abs=2e-5)
 
@@ -319,7 +320,7 @@ def test_shared_weights_are_the_learners_own_memory(model):
         own is theirs
         for own, theirs in zip(engine._model.parameters(), model.parameters(), strict=True)
     )
-    run(engine, lambda e: e.update_weights(iter(()), 1))
+    run(engine, lambda e: e.update_weights(iter(()), 1, ANY_PROBE))
 
 
 def test_a_step_of_the_learner_in_shared_weights_is_the_engines_from_the_next_update(model):
@@ -330,7 +331,7 @@ def test_a_step_of_the_learner_in_shared_weights_is_the_engines_from_the_next_up
         with torch.no_grad():
             for parameter in learner.parameters():
                 parameter.mul_(0.9)
-        await engine.update_weights(iter(()), 1)
+        await engine.update_weights(iter(()), 1, ANY_PROBE)
         return await engine.generate(prompt, Sampling(max_new_tokens=8), session="a")
 
     completion = run(engine_for(learner), play)
@@ -353,7 +354,7 @@ def test_weights_are_matched_by_name_exactly(model, change):
         else:
             weights["model.nrom.weight"] = torch.zeros(1)
         with pytest.raises(EngineError, match=r"model\.n"):
-            await engine.update_weights(weights.items(), 1)
+            await engine.update_weights(weights.items(), 1, ANY_PROBE)
         assert engine.version == 0
 
     run(engine_for(model, share_weights=False), play)
@@ -366,7 +367,7 @@ def test_weights_cannot_change_under_a_running_request(model):
         )
         await asyncio.sleep(0.02)
         with pytest.raises(EngineError, match="running request"):
-            await engine.update_weights(iter(()), 1)
+            await engine.update_weights(iter(()), 1, ANY_PROBE)
         await running
 
     run(engine_for(model), play)

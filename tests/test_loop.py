@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 from agentrl.config_file import load_config
 from agentrl.metrics import load_metrics
+from agentrl.protocols import SyncError
 from agentrl.renderer import Renderer
 from rollout.engines.local import LocalEngine
 from rollout.manager import RolloutManager
@@ -21,7 +22,7 @@ from tests.runs import Tiny, save_model, write_config
 from train.checkpoint import latest_checkpoint
 from train.display import Display
 from train.learner import Learner
-from train.loop import SyncError, is_due, train, uninterrupted
+from train.loop import is_due, train, uninterrupted
 from train.model import load_model
 from train.record import RunRecord
 
@@ -74,7 +75,7 @@ class Parts:
     def train(self):
         with self.rollouts:
             args = (self.config, self.learner, self.rollouts, self.record, self.display)
-            train(*args, None, 1e-3)
+            train(*args, None, list(range(40, 72)), 1e-3)
 
     def metrics(self):
         return load_metrics(self.folder / "metrics.jsonl")
@@ -89,9 +90,16 @@ def test_an_engine_with_weights_of_its_own_gets_the_learners(tmp_path, model):
 
 def test_an_engine_with_other_weights_stops_the_run_and_the_step_is_saved(tmp_path, model):
     parts = Parts(tmp_path, model, share_weights=False, eval__num_tasks=0)
-    parts.engine._update_weights = lambda weights, version: None  # it keeps the old ones
-    with torch.no_grad():  # which are far off
-        parts.engine._model.lm_head.weight[40:60] += 0.05
+    update = parts.engine._update_weights
+
+    def keeps_others(weights, version, probe):
+        if version == 0:
+            return update(weights, version, probe)
+        with torch.no_grad():
+            parts.engine._model.lm_head.weight[40:60] += 0.05
+        return {"sync/probe_abs_diff": probe.check(parts.engine._score(probe.token_ids), 1, "it")}
+
+    parts.engine._update_weights = keeps_others
     with pytest.raises(SyncError, match=r"nats per token, more than 0\.001"):
         parts.train()
     state = torch.load(latest_checkpoint(parts.record.checkpoints) / "state.pt", weights_only=True)

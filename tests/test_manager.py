@@ -21,7 +21,15 @@ from rollout.faults import RolloutError
 from rollout.gate import Gate
 from rollout.manager import RolloutManager
 from rollout.tasks import TaskStream
-from tests.engines import CountEnv, ScriptedEngine, byte_renderer, config, forever, make_tasks
+from tests.engines import (
+    ANY_PROBE,
+    CountEnv,
+    ScriptedEngine,
+    byte_renderer,
+    config,
+    forever,
+    make_tasks,
+)
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +342,7 @@ def test_synchronous_rollouts_are_idle_between_batches(renderer):
             assert {v for g in groups for t in g.trajectories for v in t.versions if v >= 0} == {
                 version
             }
-            manager.update_weights([], version + 1)
+            manager.update_weights([], version + 1, ANY_PROBE)
 
 
 def test_staleness_is_bounded_and_so_is_what_is_alive(renderer):
@@ -359,7 +367,7 @@ def test_staleness_is_bounded_and_so_is_what_is_alive(renderer):
             oldest = [t.oldest_version for group in groups for t in group.trajectories]
             assert min(oldest) >= version - 1
             time.sleep(0.05 if version else 0)  # the learner trains; rollouts go on
-            manager.update_weights([], version + 1)
+            manager.update_weights([], version + 1, ANY_PROBE)
         metrics = manager.pop_metrics()
     assert len(taken) == len(set(taken)) == 12 and "g1" not in taken
     assert metrics["rollout/stale_groups"] >= 1 and metrics["rollout/staleness"] > 0
@@ -372,7 +380,7 @@ def test_rollouts_go_on_while_the_learner_trains(renderer):
         manager.next_groups(2)
         time.sleep(0.1)
         assert len(engine.requests) == 8  # a second batch is ready
-        manager.update_weights([], 1)
+        manager.update_weights([], 1, ANY_PROBE)
         time.sleep(0.1)
         assert len(engine.requests) == 12  # a third began with the new weights
 
@@ -387,7 +395,7 @@ def test_weights_change_in_between_requests(renderer):
     engine = ScriptedEngine(renderer, script)
     with manager_of(engine, lambda: CountEnv(3), rollout={"max_staleness": 2}) as manager:
         manager.next_groups(2)
-        manager.update_weights([], 1)
+        manager.update_weights([], 1, ANY_PROBE)
         assert engine.in_flight_at_update == 0 and engine.version == 1
         assert len(manager.next_groups(2)) == 2
 
@@ -426,7 +434,7 @@ def test_a_request_that_will_not_end_fails_the_update(renderer, monkeypatch):
     with manager_of(ScriptedEngine(renderer, script), rollout=rollout) as manager:
         manager.next_groups(2)
         with pytest.raises(RolloutError, match=r"4 requests did not end[\s\S]*g2-0 +generate"):
-            manager.update_weights([], 1)
+            manager.update_weights([], 1, ANY_PROBE)
         stuck.set()
 
 
@@ -662,11 +670,6 @@ def test_a_rejected_group_gives_its_place_back(renderer):
     }
     with manager_of(ScriptedEngine(renderer), failing(0, 1), rollout=rollout) as manager:
         assert [group.id for _ in range(2) for group in manager.next_groups(1)] == ["g1", "g2"]
-
-
-def test_engine_scores_cross_over(renderer):
-    with manager_of(ScriptedEngine(renderer)) as manager:
-        assert manager.score([1, 2, 3]) == [-1.0, -1.0]
 
 
 def test_metrics_split_the_time_and_start_anew(renderer):

@@ -4,6 +4,7 @@
     metrics  <- learner.update(groups)       advantages, packing, policy loss, optimizer step
     rollouts <- learner.weights(), version   verified by the logprobs of a probe
 
+The weights are handed over before the first batch too, and whenever a part of the engine lost them.
 Between two of these lines nothing is half done: a checkpoint holds the state between two batches,
 and Ctrl-C waits for the end of an update.
 """
@@ -12,24 +13,17 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from agentrl.config import RunConfig
-from agentrl.protocols import Rollouts
+from agentrl.protocols import Probe, Rollouts
 from agentrl.summary import summarize
-from agentrl.trajectory import TrajectoryGroup
 from train.checkpoint import Checkpoint
 from train.display import Display
 from train.learner import Learner
 from train.record import RunRecord
-
-PROBE_TOKENS = 64
-
-
-class SyncError(RuntimeError):
-    """The engine does not sample with the weights it was given."""
 
 
 def train(
@@ -39,37 +33,48 @@ def train(
     record: RunRecord,
     display: Display,
     resumed: Checkpoint | None,
+    probe_ids: list[int],
     sync_tolerance: float,
 ) -> None:
     """Run the batches that are left of `config.max_steps`; evaluate before, between and after.
 
     Args:
         resumed: what learner and rollouts were loaded from.
+        probe_ids: tokens of a text, on which learner and engine must agree after each sync.
         sync_tolerance: mean |learner - engine| logprob of the probe, in nats, that passes.
 
     Raises:
         KeyboardInterrupt: after a checkpoint was saved.
         SyncError: the engine has other weights than the learner.
     """
-    step = 0
-    if resumed is not None:
-        step = resumed.step
-        rollouts.update_weights(learner.weights(), learner.version)
+    step = resumed.step if resumed else 0
     state = rollouts.state_dict()
+
+    def sync() -> dict[str, float]:
+        display.phase("sync")
+        logprobs = learner.logprobs(probe_ids)
+        probe = Probe(token_ids=probe_ids, logprobs=logprobs, tolerance=sync_tolerance)
+        return rollouts.update_weights(learner.weights(), learner.version, probe)
+
     try:
+        sync()
         if step == 0:
             evaluate(config, rollouts, record, display, step)
         while step < config.max_steps:
             started = time.perf_counter()
             display.phase("rollout")
             groups = rollouts.next_groups(config.rollout.prompts_per_step)
+            if groups is None:
+                sync()
+                continue
             with uninterrupted():
                 display.phase("update")
                 metrics = rollouts.pop_metrics()
+                if config.sglang.colocate:
+                    rollouts.sleep()
                 metrics |= timed("update", learner.update, groups)
                 state, step = rollouts.state_dict(), step + 1
-                display.phase("sync")
-                metrics |= timed("sync", sync_weights, learner, rollouts, groups, sync_tolerance)
+                metrics |= timed("sync", sync)
                 metrics["step_time"] = time.perf_counter() - started
                 record.step(step, metrics, groups)
                 display.step(step, metrics, groups)
@@ -98,25 +103,6 @@ def evaluate(
     metrics = {f"eval/{name}": value for name, value in summarize(groups).items()}
     record.evaluation(step, metrics, groups)
     display.evaluation(metrics)
-
-
-def sync_weights(
-    learner: Learner, rollouts: Rollouts, groups: Sequence[TrajectoryGroup], tolerance: float
-) -> dict[str, float]:
-    """Give the engine the learner's weights, and compare what both say of the same tokens."""
-    rollouts.update_weights(learner.weights(), learner.version)
-    probe = next((t.token_ids for group in groups for t in group.trajectories if len(t) > 1), None)
-    if probe is None:
-        return {}
-    expected = learner.logprobs(probe[:PROBE_TOKENS])
-    actual = rollouts.score(probe[:PROBE_TOKENS])
-    difference = sum(abs(a - b) for a, b in zip(expected, actual, strict=True)) / len(expected)
-    if not difference <= tolerance:
-        raise SyncError(
-            f"after the update to version {learner.version} the engine's logprobs differ from the "
-            f"learner's by {difference:.3g} nats per token, more than {tolerance:g}"
-        )
-    return {"sync/probe_abs_diff": difference}
 
 
 def timed(name: str, function: Any, *args: Any) -> dict[str, float]:

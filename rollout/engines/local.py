@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.protocols import EngineDied, EngineError, Weights
+from agentrl.protocols import EngineDied, EngineError, Probe, SyncError, Weights
 from agentrl.types import Completion, FinishReason, Sampling
 from rollout.engines.local_kv import KVSlots, SlotAttention, causal
 from rollout.engines.local_linear import PackedLinear, pack_linears
@@ -76,6 +76,7 @@ class LocalEngine:
         if not self.shares_weights:
             model = copy.deepcopy(model).requires_grad_(False).to(dtype)
         self.version = 0
+        self.wants_weights = asyncio.Event()  # never: it does not lose them
         self._model = pack_linears(model)
         self._kv = KVSlots(model.config, num_slots, max_context_tokens, dtype, reference.device)
         self._busy: dict[int, _Request] = {}  # slot -> the request that runs in it
@@ -90,6 +91,9 @@ class LocalEngine:
         self._thread.start()
 
     # The side of the event loop.
+
+    async def start(self) -> None:
+        self._refuse_if_down()
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, session: str
@@ -122,8 +126,13 @@ class LocalEngine:
         # The slot's content stays, to be matched, until somebody needs the slot.
         self._post(lambda: self._sessions.pop(session, None))
 
-    async def update_weights(self, weights: Weights, version: int) -> None:
-        await self._on_thread(lambda: self._update_weights(weights, version))
+    async def sleep(self) -> None:
+        """Its cache is small, and its weights are the learner's own or a copy it cannot lose."""
+
+    async def update_weights(
+        self, weights: Weights, version: int, probe: Probe
+    ) -> dict[str, float]:
+        return await self._on_thread(lambda: self._update_weights(weights, version, probe))
 
     async def close(self) -> None:
         with self._wake:
@@ -305,9 +314,7 @@ class LocalEngine:
             requests = [*self._busy.values(), *self._waiting]
             self._waiting.clear()
         self._busy.clear()
-        self._answer(
-            [(r, self._completion(r, "abort")) for r in requests if not r.cancelled]
-        )
+        self._answer([(r, self._completion(r, "abort")) for r in requests if not r.cancelled])
 
     def _num_pending(self, request: _Request) -> int:
         """Tokens whose keys and values are not computed yet; the last of them draws the next."""
@@ -379,24 +386,26 @@ class LocalEngine:
         logprobs = torch.log_softmax(self._model.get_output_embeddings()(hidden).float(), dim=-1)
         return logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
 
-    def _update_weights(self, weights: Weights, version: int) -> None:
+    def _update_weights(self, weights: Weights, version: int, probe: Probe) -> dict[str, float]:
         self._drop_cancelled()
         if self._busy or self._waiting:
-            raise EngineError("weights cannot change under a running request")
+            raise SyncError("weights cannot change under a running request")
         if not self.shares_weights:
             own = dict(self._model.named_parameters())
             for name, tensor in weights:
                 if name not in own:
-                    raise EngineError(f"the engine has no weight {name!r}")
+                    raise SyncError(f"the engine has no weight {name!r}")
                 own.pop(name).copy_(tensor)
             if own:
-                raise EngineError(f"no new values came for {', '.join(sorted(own))}")
+                raise SyncError(f"no new values came for {', '.join(sorted(own))}")
         for module in self._model.modules():
             if isinstance(module, PackedLinear):
                 module.pack()
         self._sessions.clear()
         self._kv.clear()
+        difference = probe.check(self._score(probe.token_ids), version, "the local engine")
         self.version = version
+        return {"sync/probe_abs_diff": difference}
 
 
 _COUNTS: tuple[str, ...] = (
