@@ -41,6 +41,7 @@ SELF_EXPLANATORY = {
 UNITS = ("_tokens", "_s", "_steps", "_turns", "_calls", "_generations", "_fraction", "_attempts")
 NO_UNIT = {  # its documentation says what is counted
     "rollout.max_staleness",
+    "sglang.max_tries",
     "rollout.min_group_size",
     "loss.max_mismatch",
     "optim.max_grad_norm",
