@@ -1,8 +1,10 @@
 # Python 3.11 and make are all that must be there before.
 PYTHON ?= python3.11
 VENV := .venv
+SGLANG_VENV := .venv-sglang
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 CONFIG ?= configs/calculator_smollm2_cpu.yaml
 ARGS ?=
@@ -10,10 +12,10 @@ LAUNCH := $(BIN)/accelerate launch --quiet --cpu --num_processes 1 --num_machine
 	--num_cpu_threads_per_process $(shell nproc) --mixed_precision no --dynamo_backend no
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench
+.PHONY: help demo test check bench sglang-cpu
 
 help: ## show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp ## train a small model to use a calculator, on this CPU (about 12 minutes)
 	$(LAUNCH) train.py --config $(CONFIG) $(ARGS)
@@ -28,6 +30,8 @@ check: $(VENV)/dev.stamp ## check format, lint and types
 
 bench: $(VENV)/dev.stamp ## run every benchmark, one after the other
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+sglang-cpu: $(SGLANG_VENV)/stamp ## install a real SGLang for this CPU, which the tests then use too (2.2 GB)
 
 # torch comes first and alone, from the index that has its builds without CUDA.
 $(VENV)/torch.stamp: constraints-cpu.txt
@@ -45,3 +49,10 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
 	@echo "Installing agentrl, its tests and checks into $(VENV) …"
 	@$(PIP) install -c constraints-cpu.txt -e '.[demo,dev]'
 	@touch $@ $(VENV)/demo.stamp
+
+$(SGLANG_VENV)/stamp: requirements-sglang-cpu.txt
+	@echo "Installing SGLang for CPU into $(SGLANG_VENV) …"
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_PIP) install --no-deps --retries 1 -c $< --extra-index-url $(TORCH_INDEX) torch
+	@$(SGLANG_PIP) install --no-deps -r $<
+	@touch $@

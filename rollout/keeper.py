@@ -2,9 +2,10 @@
 
     python rollout/keeper.py COMMAND [ARGUMENT …]     with a pipe as standard input
 
-The trainer holds the writing end of the pipe, so that its own end, by kill -9 too, is the end of
-the pipe. Then, and when the command ends by itself or the keeper is told to stop, every descendant
-is killed, also those that left the process group or lost their parent: the keeper adopts them.
+When the writing end of the pipe is closed, when the keeper's parent ends (by kill -9 too, and also
+if a fork of it still holds the pipe), when the keeper is told to stop, and when the command ends by
+itself, every descendant is killed, also those that left the process group or lost their parent: the
+keeper adopts them.
 """
 
 from __future__ import annotations
@@ -30,14 +31,20 @@ def main(command: list[str]) -> int:
     told, tell = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: os.write(tell, b"."))
+    keeper, parent = os.getpid(), os.pidfd_open(os.getppid())
+
+    def die_with_the_keeper() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != keeper:  # it was killed before that was set
+            os._exit(1)
+
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        # Should the keeper itself be killed, its child goes too.
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+        preexec_fn=die_with_the_keeper,
     )
-    select.select([sys.stdin, told, os.pidfd_open(child.pid)], [], [])
+    select.select([sys.stdin, told, parent, os.pidfd_open(child.pid)], [], [])
     by_itself = child.poll()
     number, deadline = signal.SIGTERM, time.monotonic() + GRACE_S
     while left := psutil.Process().children(recursive=True):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from agentrl.config import SGLangConfig
+from agentrl.models import SMOLLM2, locate_model
+from rollout.server import SpawnedFleet
 
 # A shell that starts `make test` in the background has Ctrl-C ignored, by the tests of it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,3 +27,36 @@ def assets() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test assets at {folder}; set AGENTRL_TEST_ASSETS to their folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    """The interpreter of a real SGLang, or a skip that says how to get one."""
+    own = Path(__file__).resolve().parents[1] / ".venv-sglang" / "bin" / "python"
+    python = os.environ.get("AGENTRL_SGLANG_PYTHON", str(own))
+    if shutil.which(python) is None:
+        pytest.skip(f"no SGLang at {python}: make sglang-cpu, or set AGENTRL_SGLANG_PYTHON")
+    return python
+
+
+@pytest.fixture(scope="session")
+def sglang_server(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The url of a real server of SmolLM2 in float32 on the CPU, one for all tests.
+
+    Context 2048, cache 16384 tokens, 32 requests at once. A test that changes its weights sends the
+    model's own before it ends.
+    """
+    fleet = SpawnedFleet(
+        SGLangConfig(python=sglang_python),
+        model_path=locate_model(SMOLLM2),
+        dtype="float32",
+        context_tokens=2048,
+        max_requests=32,
+        log_folder=tmp_path_factory.mktemp("sglang"),
+    )
+    with asyncio.Runner() as runner:
+        runner.run(fleet.start())
+        try:
+            yield fleet.urls[0]
+        finally:
+            runner.run(fleet.close())

@@ -9,13 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import assert_gone, descendants
+
 KEEPER = [sys.executable, str(Path(__file__).parent.parent / "rollout" / "keeper.py")]
 # Three sleepers: a child, one in a session of its own, and one whose parent is gone.
 FAMILY = "sleep 1000 & setsid sleep 1000 & (setsid sleep 1000 &) ; echo ready; "
-
-
-def family(keeper):
-    return psutil.Process(keeper.pid).children(recursive=True)
 
 
 def start(script):
@@ -26,16 +24,11 @@ def start(script):
     return keeper
 
 
-def assert_gone(processes):
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
-
-
 @pytest.mark.parametrize("end", ["pipe", "sigterm", "by itself"])
 def test_no_descendant_outlives_the_keeper(end):
     """F037."""
     keeper = start(FAMILY + ("exec sleep 0.5" if end == "by itself" else "wait"))
-    processes = family(keeper)
+    processes = descendants(keeper.pid)
     assert len(processes) >= 3
     if end == "pipe":
         keeper.stdin.close()
@@ -47,7 +40,7 @@ def test_no_descendant_outlives_the_keeper(end):
 
 def test_deaf_processes_are_killed_after_their_grace():
     keeper = start("trap '' TERM; echo ready; while true; do sleep 0.1; done")
-    processes = family(keeper)
+    processes = descendants(keeper.pid)
     began = time.monotonic()
     keeper.stdin.close()
     keeper.wait(15)
@@ -55,24 +48,40 @@ def test_deaf_processes_are_killed_after_their_grace():
     assert time.monotonic() - began < 12
 
 
-def test_kill_9_of_the_holder_is_the_end_of_the_pipe():
+@pytest.mark.parametrize("forks", [False, True])
+def test_kill_9_of_the_holder_is_the_end_of_all(forks):
+    """F037, also where a worker that the trainer forked holds the pipe open."""
     holder = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "import subprocess, sys, time\n"
+            "import os, subprocess, time\n"
             f"k = subprocess.Popen({[*KEEPER, 'bash', '-c', FAMILY + 'wait']!r}, "
             "stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)\n"
-            "k.stdout.readline(); print(k.pid, flush=True); time.sleep(1000)",
+            f"k.stdout.readline(); pid = os.fork() if {forks} else 0\n"
+            f"if pid or not {forks}: print(k.pid, pid, flush=True)\n"
+            "time.sleep(1000)",
         ],
         stdout=subprocess.PIPE,
         text=True,
     )
-    keeper = psutil.Process(int(holder.stdout.readline()))
-    processes = [keeper, *keeper.children(recursive=True)]
+    keeper_pid, fork_pid = map(int, holder.stdout.readline().split())
+    processes = [psutil.Process(keeper_pid), *descendants(keeper_pid)]
     holder.kill()
     holder.wait()
-    assert_gone(processes)
+    try:
+        assert_gone(processes)
+    finally:
+        if forks:
+            psutil.Process(fork_pid).kill()
+
+
+def test_kill_9_of_the_keeper_takes_the_command_along():
+    keeper = start("echo ready; wait; sleep 1000")
+    command = psutil.Process(keeper.pid).children()
+    keeper.kill()
+    keeper.wait()
+    assert_gone(command)
 
 
 @pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -9 $$", 137)])

@@ -39,13 +39,16 @@ def test_the_version_is_the_packages():
     assert agentrl.__version__ == PROJECT["version"]
 
 
+def pins(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
 def test_the_tested_versions_meet_the_floors():
-    tested = {}
-    for line in (ROOT / "constraints-cpu.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            name, version = line.split("==")
-            tested[name] = version
+    tested = pins("constraints-cpu.txt")
     extras = PROJECT["optional-dependencies"]
+    (sglang,) = map(Requirement, extras["sglang"])
+    assert sglang.specifier.contains(pins("requirements-sglang-cpu.txt")["sglang"])
     required = [Requirement(text) for text in PROJECT["dependencies"] + extras["demo"]]
     for requirement in required:
         assert requirement.name in tested, f"constraints-cpu.txt does not pin {requirement.name}"
@@ -78,7 +81,7 @@ def imported_names(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("target", ["help", "demo", "test", "check", "bench"])
+@pytest.mark.parametrize("target", ["help", "demo", "test", "check", "bench", "sglang-cpu"])
 def test_make_help_has_a_line_for_each_target(target):
     output = subprocess.run(
         ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True
