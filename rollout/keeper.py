@@ -21,7 +21,7 @@ import time
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-GRACE_S = 5.0  # between SIGTERM and SIGKILL
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
 
 
 def main(command: list[str]) -> int:

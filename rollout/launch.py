@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -12,13 +13,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from agentrl.config import ConfigError, SGLangConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
 CPU_KV_TOKENS = 16384  # SGLang itself would take half of the memory
-TAIL_BYTES, TAIL_LINES = 64 * 1024, 15
+TAIL_BYTES, TAIL_LINES, LINE_CHARACTERS = 64 * 1024, 15, 300
+PROMPT = "$ "
 # A launcher of several learners tells them of each other; a server that reads this waits for them.
 LAUNCHERS_OWN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|PYTHONPATH|VIRTUAL_ENV"
@@ -167,9 +170,16 @@ def launch_environment(
     }
 
 
+def begin_log(log: BinaryIO, command: Sequence[str]) -> None:
+    """Set off what this start writes from what an earlier one wrote."""
+    log.write(f"{PROMPT}{shlex.join(command)}\n".encode())
+    log.flush()
+
+
 def last_line(log: Path) -> str:
-    lines = _tail(log)
-    return lines[-1] if lines else "(its log is empty)"
+    """The last that SGLang logged, rather than what it or a library merely printed."""
+    lines = _tail(log) or ["(nothing yet)"]
+    return next((line for line in reversed(lines) if line.startswith("[")), lines[-1])
 
 
 def explain_end(status: int, log: Path) -> str:
@@ -188,8 +198,10 @@ def explain_end(status: int, log: Path) -> str:
 
 
 def _tail(log: Path) -> list[str]:
-    """The last lines that are not empty."""
+    """The last lines since the latest start that are not empty, shortened."""
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    return [line.rstrip() for line in text.splitlines() if line.strip()]
+    lines = [line.rstrip()[:LINE_CHARACTERS] for line in text.splitlines() if line.strip()]
+    starts = [n + 1 for n, line in enumerate(lines) if line.startswith(PROMPT)]
+    return lines[starts[-1] :] if starts else lines

@@ -22,6 +22,7 @@ from rollout.launch import (
     HOST,
     Launch,
     assign_gpus,
+    begin_log,
     explain_end,
     find_interpreter,
     hold_port,
@@ -204,6 +205,7 @@ class _Spawned:
         reading_end, self.pipe = os.pipe()
         try:
             with self.log.open("ab") as log:
+                begin_log(log, self.command)
                 # A session of its own: the terminal's Ctrl-C is for whoever decides, not for it.
                 self.keeper = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", str(KEEPER), *self.command),

@@ -11,9 +11,11 @@ from rollout import launch
 from rollout.launch import (
     Launch,
     assign_gpus,
+    begin_log,
     explain_end,
     find_interpreter,
     hold_port,
+    last_line,
     launch_command,
     launch_environment,
 )
@@ -159,6 +161,16 @@ def test_the_end_of_a_server_is_told_with_what_its_log_says_and_what_to_do(
     text = explain_end(status, tmp_path / "log")
     assert all(part in text for part in said)
     assert "noise" not in text
+
+
+def test_the_log_of_a_start_is_not_taken_for_that_of_the_next(tmp_path):
+    with (tmp_path / "log").open("wb") as log:
+        for said in (b"Traceback (most recent call last):\nout of memory\n", b"[12:00] loading\n"):
+            begin_log(log, ["python", "-m", "sglang"])
+            log.write(said + b"  warn(\n")
+    text = explain_end(137, tmp_path / "log")
+    assert "[12:00] loading" in text and "lower" not in text and "Traceback" not in text
+    assert last_line(tmp_path / "log") == "[12:00] loading"
 
 
 def test_a_huge_log_is_read_from_its_end_only(tmp_path):
