@@ -1,0 +1,137 @@
+"""The plan of a run before it starts: who runs where, what a step counts, memory, time limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from agentrl.config import RunConfig
+from agentrl.memory import BF16, Machine, ModelShape, count, memory, num_concurrent
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """Lines to print by heading, and why the run cannot work, if so."""
+
+    sections: dict[str, list[str]] = field(default_factory=dict)
+    objections: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        blocks = [
+            "\n".join([heading, *(f"  {line}" for line in lines)])
+            for heading, lines in self.sections.items()
+        ]
+        return "\n\n".join(blocks)
+
+
+def make_plan(
+    config: RunConfig,
+    machine: Machine,
+    shape: ModelShape | str,
+    tools: Sequence[tuple[str, float]] = (),
+) -> Plan:
+    """
+    Args:
+        shape: as a text it says why it is unknown.
+        tools: name and time limit, in seconds, of those that have one.
+    """
+    plan = Plan()
+    plan.sections["who runs where"] = list(places(config, machine))
+    plan.sections["a step, over all processes"] = list(batch_arithmetic(config))
+    if isinstance(shape, str):
+        plan.sections["memory"] = [shape]
+    else:
+        plan.sections["memory"] = list(memory(config, machine, shape, plan.objections))
+    plan.sections["time limits"] = list(time_limits(config, machine, tools))
+    return plan
+
+
+def places(config: RunConfig, machine: Machine) -> Iterator[str]:
+    sglang, on_gpu = config.sglang, bool(machine.gpus)
+    where = f"{machine.memory_gib:.1f} GiB {'each' if len(machine.gpus) > 1 else ''}".strip()
+    num = machine.num_learners
+    learner = f"{_gpus(machine.gpus[:num])} of {len(machine.gpus)}" if on_gpu else "CPU"
+    yield (
+        f"learner   {learner} ({where}), {count(num, 'process', 'es')}, float32 weights"
+        f"{', bfloat16 forward pass' if machine.bf16 else ''}"
+    )
+    dtype = "bfloat16" if machine.engine_bytes == BF16 else "float32"
+    if machine.engine == "local":
+        yield f"engine    local: in the learner's process and on its device, {dtype}"
+        return
+    shares = "the GPUs are shared: either the learner or the servers work"
+    yield f"engine    sglang over HTTP, {dtype}" + (f"; {shares}" if sglang.colocate else "")
+    for number, gpus in enumerate(machine.servers):
+        place = f"{_gpus(gpus)}, tensor parallel {sglang.tensor_parallel_size}" if gpus else "CPU"
+        yield f"server {number}  {place}, started and ended by this run"
+    for number, url in enumerate(sglang.urls):
+        yield f"server {number}  {url}, connected to; its GPUs are its own"
+    yield (
+        f"weights   learner -> servers by {machine.weight_sync}, {sglang.bucket_mb} MB on their "
+        "way at once"
+    )
+
+
+def batch_arithmetic(config: RunConfig) -> Iterator[str]:
+    """Prompts, episodes, optimizer steps and tokens, each with what it counts."""
+    rollout, optim = config.rollout, config.optim
+    num_episodes = rollout.prompts_per_step * rollout.num_generations
+    per_step = num_episodes // optim.num_minibatches
+    num_steps = optim.num_minibatches * optim.num_iterations
+    yield (
+        f"{rollout.prompts_per_step} prompts x {rollout.num_generations} generations = "
+        f"{num_episodes} episodes"
+    )
+    yield (
+        f"{count(optim.num_minibatches, 'minibatch', 'es')} of {per_step} episodes x "
+        f"{count(optim.num_iterations, 'iteration')} = {count(num_steps, 'optimizer step')}"
+    )
+    yield (
+        f"micro-batches of at most {optim.micro_batch_tokens} tokens per process: they change "
+        "memory, never the result"
+    )
+    yield (
+        f"an episode: at most {count(rollout.max_turns, 'turn')}, {rollout.max_new_tokens} "
+        f"sampled tokens a turn, {rollout.max_episode_tokens} in all, "
+        f"{rollout.max_context_tokens} with prompt and observations"
+    )
+    yield (
+        f"at most {num_concurrent(config)} requests in the engine at once, "
+        f"{rollout.max_concurrent_env_calls} calls of envs"
+    )
+    stale = rollout.max_staleness
+    alive = (stale + 1) * rollout.prompts_per_step
+    yield (
+        f"at most {alive} groups alive, trained on at most {count(stale, 'version')} late"
+        if stale
+        else "synchronous: nothing is sampled while the learner trains"
+    )
+
+
+def time_limits(
+    config: RunConfig, machine: Machine, tools: Sequence[tuple[str, float]]
+) -> Iterator[str]:
+    """Seconds, whom they bound, and what happens then."""
+    rollout, sglang = config.rollout, config.sglang
+    rows = [
+        *(
+            (f"tool {name}", seconds, "a call: answered with what was wrong")
+            for name, seconds in tools
+        ),
+        ("rollout.generate_timeout_s", rollout.generate_timeout_s, "a request: a fault, retried"),
+        ("rollout.env_timeout_s", rollout.env_timeout_s, "a reset or step: a fault, retried"),
+        ("rollout.score_timeout_s", rollout.score_timeout_s, "the rewards of an episode: a fault"),
+        ("rollout.episode_timeout_s", rollout.episode_timeout_s, "an attempt: a fault, retried"),
+        ("rollout.watchdog_s", rollout.watchdog_s, "no progress: a table of what is pending"),
+    ]
+    if machine.engine == "sglang":
+        rows += [
+            ("sglang.start_timeout_s", sglang.start_timeout_s, "a server's start: given up"),
+            ("sglang.sync_timeout_s", sglang.sync_timeout_s, "an update: its server is taken out"),
+        ]
+    for name, seconds, meaning in rows:
+        yield f"{name:<26} {seconds:>6g} s  {meaning}"
+
+
+def _gpus(gpus: Sequence[int]) -> str:
+    return f"GPU{'s' if len(gpus) > 1 else ''} {', '.join(map(str, gpus))}"

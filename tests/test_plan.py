@@ -1,0 +1,184 @@
+"""The plan of a run: worked numbers, and what it says of configs that cannot work."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.config_file import make_config
+from agentrl.memory import BF16, FP32, GIB, Machine, ModelShape, num_concurrent, read_shape, rooms
+from agentrl.models import ModelError
+from agentrl.plan import batch_arithmetic, make_plan
+from tests.runs import save_model
+
+LLAMA_8B = ModelShape(
+    num_parameters=8_030_261_248,
+    num_layers=32,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_size=4096,
+    intermediate_size=14336,
+)
+ON_GPU = Machine(
+    engine="sglang", engine_bytes=BF16, bf16=True, memory_gib=139, gpus=[0, 1], servers=[[1]]
+)
+
+
+def config(**sections):
+    least = {"model": {"name_or_path": "m"}, "env": {"id": "e"}}
+    return make_config(
+        {key: least.get(key, {}) | sections.get(key, {}) for key in (*least, *sections)}
+    )
+
+
+def test_keys_and_values_of_a_token_take_128_kib():
+    """Worked: 32 layers x 8 KV heads x 128 dims x 2 (K and V) x 2 bytes; no query heads."""
+    assert LLAMA_8B.kv_bytes_per_token(BF16) == 128 * 1024
+
+
+@pytest.mark.parametrize(("num_sequences", "expected_gib"), [(1, 1), (20, 20)])
+def test_sequences_of_8192_tokens_take_a_gib_each(num_sequences, expected_gib):
+    assert num_sequences * 8192 * LLAMA_8B.kv_bytes_per_token(BF16) == expected_gib * GIB
+
+
+def test_a_kv_head_that_cannot_be_split_is_held_by_every_gpu():
+    assert LLAMA_8B.kv_bytes_per_token(BF16, num_gpus=8) == 128 * 1024
+    assert LLAMA_8B.kv_bytes_per_token(BF16, num_gpus=16) == 256 * 1024
+
+
+def test_full_training_takes_16_bytes_a_parameter_before_activations():
+    """Worked: 7B in bf16 is 14 GB; weights, gradients and two moments in float32 are 16 bytes."""
+    machine = Machine(engine="sglang", engine_bytes=BF16, bf16=False, memory_gib=139, gpus=[0, 1])
+    [room] = rooms(config(), machine, LLAMA_8B)
+    states = sum(size for what, size in room.needs if "activations" not in what)
+    assert states == 16 * LLAMA_8B.num_parameters
+
+
+def test_checkpointing_keeps_one_tensor_a_layer():
+    kept, all_of_it = (LLAMA_8B.activation_bytes(8192, checkpointing=c) for c in (True, False))
+    assert kept == 32 * 8192 * 4096 * FP32 + all_of_it / 32, "and recomputes one layer at a time"
+
+
+def test_a_batch_is_spelled_out_with_what_is_counted():
+    """F089: prompts, episodes, optimizer steps and tokens have different names and a scope."""
+    lines = list(
+        batch_arithmetic(
+            config(
+                rollout={"prompts_per_step": 8, "num_generations": 4},
+                optim={"num_minibatches": 2, "micro_batch_tokens": 8192},
+                loss={"old_logprobs": "recompute"},
+            )
+        )
+    )
+    assert lines[0] == "8 prompts x 4 generations = 32 episodes"
+    assert lines[1] == "2 minibatches of 16 episodes x 1 iteration = 2 optimizer steps"
+    assert "8192 tokens per process" in lines[2] and "never the result" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "expected"),
+    [
+        ({"prompts_per_step": 2, "num_generations": 4}, 8),
+        ({"prompts_per_step": 2, "num_generations": 4, "max_staleness": 1}, 16),
+        ({"prompts_per_step": 2, "num_generations": 4, "oversampling": 1.6}, 16),
+        ({"prompts_per_step": 64, "max_concurrent_generations": 10}, 10),
+    ],
+)
+def test_requests_at_once_are_bounded_by_the_limit_and_by_the_episodes(rollout, expected):
+    assert num_concurrent(config(rollout=rollout)) == expected
+
+
+def test_a_plan_says_who_runs_where_and_that_it_fits():
+    plan = make_plan(config(rollout={"max_concurrent_generations": 20}), ON_GPU, LLAMA_8B)
+    text = str(plan)
+    assert "learner   GPU 0 of 2 (139.0 GiB each), 1 process" in text
+    assert "server 0  GPU 1, tensor parallel 1, started and ended by this run" in text
+    assert "128 KiB" in text and "20.00 GiB  keys and values of 20 requests" in text
+    assert "all 20 requests fit at full length" in text
+    assert "rollout.env_timeout_s" in text and "sglang.sync_timeout_s" in text
+
+
+def test_a_learner_that_does_not_fit_is_refused_with_what_to_change():
+    machine = Machine(
+        engine="sglang", engine_bytes=BF16, bf16=True, memory_gib=80, gpus=[0, 1], servers=[[1]]
+    )
+    plan = make_plan(config(), machine, LLAMA_8B)
+    [objection] = plan.objections
+    assert "of 80.00 GiB" in objection and "gradient_checkpointing" in objection
+    assert "DOES NOT FIT" in str(plan)
+
+
+def test_a_server_without_room_for_one_episode_is_refused():
+    small = Machine(
+        engine="sglang", engine_bytes=BF16, bf16=True, memory_gib=24, gpus=[0], servers=[[0]]
+    )
+    plan = make_plan(config(rollout={"max_context_tokens": 60000}), small, LLAMA_8B)
+    assert any("fewer than rollout.max_context_tokens=60000" in line for line in plan.objections)
+
+
+def test_requests_that_do_not_all_fit_at_full_length_wait_and_it_is_said():
+    plan = make_plan(
+        config(rollout={"max_concurrent_generations": 400, "prompts_per_step": 64}),
+        ON_GPU,
+        LLAMA_8B,
+    )
+    assert not [line for line in plan.objections if "keys and values" in line]
+    assert "of 400 requests fit at full length, others wait" in str(plan)
+
+
+def test_colocated_memory_is_planned_for_both_phases():
+    machine = Machine(
+        engine="sglang", engine_bytes=BF16, bf16=True, memory_gib=139, gpus=[0], servers=[[0]]
+    )
+    colocated = config(sglang={"colocate": True, "mem_fraction": 0.6})
+    sampling, training = rooms(colocated, machine, LLAMA_8B)
+    assert "while it samples" in sampling.name and "while it trains" in training.name
+    learner = FP32 * LLAMA_8B.num_parameters
+    assert sampling.needs[0][1] == learner and sampling.fits
+    assert sampling.needs[1][1] == pytest.approx(0.6 * (139 * GIB - learner))
+    assert not training.fits, "8B parameters with 16 bytes each and bf16 copies are 134 GiB"
+
+
+def test_an_engine_in_the_process_shares_the_memory_of_the_learner():
+    cpu = Machine(engine="local", engine_bytes=FP32, bf16=False, memory_gib=16)
+    [room] = rooms(config(rollout={"max_concurrent_generations": 4}), cpu, LLAMA_8B)
+    slots = 4 * 8192 * LLAMA_8B.kv_bytes_per_token(FP32)
+    assert ("keys and values of the engine's slots", slots) in room.needs
+    assert not room.fits
+
+
+def test_an_unknown_shape_leaves_the_rest_of_the_plan():
+    plan = make_plan(config(), ON_GPU, "the shape is not known")
+    assert plan.sections["memory"] == ["the shape is not known"] and not plan.objections
+    assert "GPU 1" in str(plan)
+
+
+def test_the_shape_of_a_folder_is_that_of_its_model(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model(tmp_path)
+    shape = read_shape(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+    assert shape.kv_bytes_per_token(FP32) == 2 * 2 * 1 * 16 * 4
+
+
+def test_a_tied_head_is_counted_once(tmp_path):
+    from transformers import LlamaConfig
+
+    tied, untied = (
+        LlamaConfig(vocab_size=100, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                    num_attention_heads=2, tie_word_embeddings=tie)
+        for tie in (True, False)
+    )  # fmt: skip
+    sizes = []
+    for name, shape in (("tied", tied), ("untied", untied)):
+        shape.save_pretrained(tmp_path / name)
+        sizes.append(read_shape(str(tmp_path / name)).num_parameters)
+    assert sizes[1] - sizes[0] == 100 * 16
+
+
+def test_a_model_that_is_not_here_is_said_plainly(monkeypatch):
+    with pytest.raises(
+        ModelError, match="the shape of nobody/nothing is not known on this machine"
+    ):
+        read_shape("nobody/nothing")
