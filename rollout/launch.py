@@ -88,7 +88,7 @@ def find_interpreter(python: str | None) -> str:
         "SGLang is not installed. It needs an environment of its own, .venv-sglang or the one that "
         "sglang.python names: `make sglang-cpu` makes it for a CPU (0.5.15.post1); for GPUs "
         "`python3.11 -m venv .venv-sglang && .venv-sglang/bin/pip install 'sglang>=0.5.15'` "
-        "(0.5.15 to 0.5.23 work). Or set rollout.engine=local"
+        "(0.5.15 or newer). Or set rollout.engine=local"
     )
 
 
