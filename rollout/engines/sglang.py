@@ -247,8 +247,8 @@ class SGLangEngine:
     def pop_metrics(self) -> dict[str, float]:
         """Means per request, and counts, since the last call. Times count seconds.
 
-        `engine/ttft_s`, `engine/tpot_s` and `engine/queue_s` are there where servers run with
-        --enable-metrics. `engine/running` and `engine/waiting` are requests in the servers, seconds
+        `engine/ttft_s`, `engine/tpot_s` and `engine/queue_s` are there where servers tell them, see
+        `Reply`. `engine/running` and `engine/waiting` are requests in the servers, seconds
         ago at most; `engine/servers` those that serve.
         """
         pool, metrics = self._pool, self._metrics
@@ -359,6 +359,7 @@ class SGLangEngine:
         if reply.finish_reason == "abort":
             count("engine/aborts")
         for metric, seconds in (
+            ("engine/request_s", reply.latency_s),
             ("engine/queue_s", reply.queue_s),
             ("engine/ttft_s", reply.ttft_s),
             ("engine/tpot_s", reply.tpot_s),

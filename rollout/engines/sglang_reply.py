@@ -21,9 +21,10 @@ class ForeignWeights(BadReply):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A checked answer to `/generate`. Times count seconds; None: the server does not tell it.
+    """A checked answer to `/generate`. Times count seconds.
 
-    They come with SGLang's --enable-metrics.
+    SGLang tells all of them with --enable-metrics, and from a release after 0.5.15 on: there the
+    times of the scheduler get lost on the way. None: it does not tell.
     """
 
     token_ids: list[int]  # [n]
@@ -31,6 +32,7 @@ class Reply:
     finish_reason: FinishReason
     num_prompt_tokens: int | None  # None: aborted while it waited
     num_cached_tokens: int  # of the prompt, found in the prefix cache
+    latency_s: float | None  # from its arrival to its end
     queue_s: float | None
     ttft_s: float | None  # from its arrival to the first token: queueing and prefill
     tpot_s: float | None  # per output token after the first
@@ -100,7 +102,8 @@ def read_reply(answer: dict[str, Any], weight_version: str) -> Reply:
         finish_reason=reason,
         num_prompt_tokens=num_prompt,
         num_cached_tokens=num_cached,
-        queue_s=meta.get("queue_time"),
+        latency_s=meta.get("e2e_latency"),
+        queue_s=meta.get("queue_time") if "forward_entry_time" in meta else None,
         ttft_s=ttft_s,
         tpot_s=tpot_s,
     )

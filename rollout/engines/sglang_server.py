@@ -222,9 +222,9 @@ class SGLangServer:
         body = {"abort_all": True} if rid is None else {"rid": rid}
         await self.post("/abort_request", body, timeout_s=CONTROL_S)
 
-    async def loads(self) -> tuple[int, int]:
+    async def loads(self, *, timeout_s: float | None = None) -> tuple[int, int]:
         """Requests that run, and requests that wait."""
-        loads = (await self.get("/v1/loads"))["loads"]
+        loads = (await self.get("/v1/loads", timeout_s=timeout_s))["loads"]
         return (
             sum(load["num_running_reqs"] for load in loads),
             sum(load["num_waiting_reqs"] for load in loads),
@@ -244,8 +244,8 @@ class SGLangServer:
     async def post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Any:
         return await self._request("POST", path, body, timeout_s)
 
-    async def get(self, path: str, *, timeout_s: float = CONTROL_S) -> Any:
-        return await self._request("GET", path, None, timeout_s)
+    async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+        return await self._request("GET", path, None, timeout_s or CONTROL_S)
 
     async def _request(self, method: str, path: str, body: Any, timeout_s: float | None) -> Any:
         # Who calls has a deadline; None here is no time limit of the client's own beside it.

@@ -113,6 +113,6 @@ class Watcher:
         # Not /health, which samples: a server that is busy would look dead.
         await member.server.get("/model_info", timeout_s=PROBE_S)
         try:
-            member.num_running, member.num_waiting = await member.server.loads()
+            member.num_running, member.num_waiting = await member.server.loads(timeout_s=PROBE_S)
         except EngineError as error:  # its scheduler may be busy for long
             logger.info("%s does not tell its load: %s", member.server.url, error)
