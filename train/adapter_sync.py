@@ -1,0 +1,99 @@
+"""LoRA adapters alone, from the learner to SGLang servers started with `--enable-lora`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from agentrl.config import SGLangConfig
+from agentrl.protocols import EngineError, Sent, Server, Weights
+from train.recipients import Recipients, accepted
+
+logger = logging.getLogger("agentrl")
+
+
+class AdapterTransport:
+    """Each update is a new adapter on the servers; the one before it is unloaded.
+
+    Its name is made of the weights: the same ones sent again, to servers that came back later, get
+    the same name, and new ones can never be taken for old ones.
+
+    Args:
+        adapter_config: the text of peft's `adapter_config.json`.
+        folder: that the servers see.
+    """
+
+    adapter: str | None = None
+    """What a request to the servers passes as `lora_path`; None before the first update."""
+
+    def __init__(self, config: SGLangConfig, adapter_config: str, folder: str | Path) -> None:
+        self._config, self._adapter_config = config, adapter_config
+        self._folder = Path(folder).absolute()
+        self._files: Path | None = None  # a server may evict an adapter, and read it again
+        self._loaded: dict[str, str] = {}  # url -> name
+
+    async def send(self, weights: Weights, servers: Sequence[Server]) -> Sent:
+        """Let each server load the adapter of `weights`, named as by `adapter_weights`."""
+        start = time.perf_counter()
+        to = Recipients(servers, self._config.sync_timeout_s)
+        name, files, tensors = await asyncio.to_thread(self._write, weights)
+        written = time.perf_counter()
+        await asyncio.gather(*[self._load(to, server, name, files) for server in list(to.alive)])
+        await asyncio.gather(*[self._unload(to, server, name) for server in list(to.alive)])
+        if to.alive:
+            self.adapter, files, self._files = name, self._files, files
+        if files is not None:
+            await asyncio.to_thread(shutil.rmtree, files)
+        return Sent(
+            num_tensors=len(tensors),
+            num_bytes=sum(tensor.nbytes for tensor in tensors),
+            seconds={
+                "gather": written - start,
+                "send": time.perf_counter() - written,
+                "total": time.perf_counter() - start,
+            },
+            failed=to.failed,
+        )
+
+    async def close(self) -> None:
+        if self._files is not None:
+            await asyncio.to_thread(shutil.rmtree, self._files)
+            self._files = None
+
+    def _write(self, weights: Weights) -> tuple[str, Path, list[torch.Tensor]]:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        files = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._folder))
+        files.chmod(0o755)
+        (files / "adapter_config.json").write_text(self._adapter_config, encoding="utf-8")
+        save_file(tensors, files / "adapter_model.safetensors")
+        with (files / "adapter_model.safetensors").open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return f"agentrl-{digest[:16]}", files, list(tensors.values())
+
+    async def _load(self, to: Recipients, server: Server, name: str, files: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(files)}
+        try:
+            await accepted(server, "/load_lora_adapter", body, to.left_s)
+        except EngineError as error:
+            if "already loaded" not in str(error):  # the same weights: the name says so
+                to.fail(server, str(error))
+
+    async def _unload(self, to: Recipients, server: Server, name: str) -> None:
+        before = self._loaded.get(server.url)
+        self._loaded[server.url] = name
+        if before in (None, name):
+            return
+        try:
+            await accepted(server, "/unload_lora_adapter", {"lora_name": before}, to.left_s)
+        except EngineError as error:  # it was restarted without it, or keeps it for nobody
+            logger.info("%s", error)
