@@ -26,6 +26,7 @@ from train.advantage import group_advantages
 from train.logprobs import Policy
 from train.loss import LossInputs, policy_loss
 from train.packing import Batch, MicroBatch, pack, single_sequence
+from train.weights import full_weights
 
 _MISMATCH_WARNING = 0.05  # nats; engine and learner in bfloat16 differ by about 0.04
 
@@ -111,12 +112,11 @@ class Learner:
         return self._metrics(totals, minibatches, time.perf_counter() - start)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors as transformers names them; a tied tensor comes once."""
-        model = self.model
-        tied = set(model.all_tied_weights_keys)
-        for name, tensor in model.state_dict().items():
-            if name not in tied:
-                yield name, tensor
+        """Names and full tensors as transformers names them; a tied tensor comes once.
+
+        Every rank must read all of them: a sharded one is gathered when its turn comes.
+        """
+        return full_weights(self.model)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """The log probability, at temperature 1, of each token but the first: [n - 1]."""
