@@ -206,6 +206,8 @@ class LossConfig(Section):
     """Do not train on episodes that a limit on length or turns cut."""
     max_mismatch: float = Field(default=1.0, gt=0)
     """Mean |learner - engine| logprob, in nats per token, over which the run stops."""
+    warn_mismatch: float = Field(default=0.05, gt=0)
+    """Likewise, over which it warns; engine and learner in bfloat16 differ by about 0.04."""
 
 
 class OptimConfig(Section):

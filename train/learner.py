@@ -12,7 +12,7 @@ import uuid
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,9 @@ from agentrl.trajectory import Trajectory, TrajectoryGroup
 from train.advantage import group_advantages
 from train.logprobs import Policy
 from train.loss import LossInputs, policy_loss
+from train.offload import move_optimizer_state
 from train.packing import Batch, MicroBatch, pack, single_sequence
 from train.weights import full_weights
-
-_MISMATCH_WARNING = 0.05  # nats; engine and learner in bfloat16 differ by about 0.04
 
 
 class TrainingError(RuntimeError):
@@ -76,6 +75,8 @@ class Learner:
         self.version = 0
         self.run_id = uuid.uuid4().hex
         self._bad_steps = 0  # in a row
+        # Colocated servers get the memory of the optimizer's state between two updates.
+        self._lends_memory = config.sglang.colocate and accelerator.device.type == "cuda"
         self._reference = None
         if config.loss.beta > 0:
             reference = copy.deepcopy(model).requires_grad_(False)
@@ -99,17 +100,39 @@ class Learner:
         Means are over the tokens of the steps taken. A minibatch without any signal, and a step
         with a non-finite gradient on any rank, leave weights and optimizer untouched.
 
+        Returns: metrics, among them the seconds `time/logprob`, for what no update changes, and
+            `time/update`, for the rest.
+
         Raises:
             TrainingError: too many bad steps in a row, or `max_mismatch` exceeded.
         """
         start = time.perf_counter()
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         totals = _Totals()
         minibatches = self._minibatches(groups)
-        for _ in range(self.config.optim.num_iterations):
-            for minibatch in minibatches:
-                self._step(minibatch, totals)
+        prepared = time.perf_counter()
+        with self._optimizer_at_work():
+            for _ in range(self.config.optim.num_iterations):
+                for minibatch in minibatches:
+                    self._step(minibatch, totals)
         self.version += bool(totals.grad_norms)
-        return self._metrics(totals, minibatches, time.perf_counter() - start)
+        metrics = self._metrics(totals, minibatches, time.perf_counter() - start)
+        return metrics | {
+            "time/logprob": prepared - start,
+            "time/update": time.perf_counter() - prepared,
+        }
+
+    @contextmanager
+    def _optimizer_at_work(self) -> Iterator[None]:
+        if not self._lends_memory:
+            yield
+            return
+        move_optimizer_state(self.optimizer, self.accelerator.device)
+        try:
+            yield
+        finally:
+            move_optimizer_state(self.optimizer, "cpu")
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and full tensors as transformers names them; a tied tensor comes once.
@@ -158,6 +181,8 @@ class Learner:
         self.version = state["version"]
         self._bad_steps = state["bad_steps"]
         self._load_optimizer(state["optimizer"], state["scheduler"]["last_epoch"])
+        if self._lends_memory:
+            move_optimizer_state(self.optimizer, "cpu")
         rng = state["rng"]
         random.setstate(rng["python"])
         np.random.set_state(rng["numpy"])
@@ -310,10 +335,11 @@ class Learner:
                 f"(loss.max_mismatch={limit:g}): the engine samples with other weights, another "
                 "temperature, or other tokens than the learner reads"
             )
-        if mismatch > _MISMATCH_WARNING:
+        if mismatch > self.config.loss.warn_mismatch:
             warnings.warn(
                 f"learner and engine differ by {mismatch:.3g} nats per token; over "
-                f"{_MISMATCH_WARNING} the samples are noticeably off-policy",
+                f"{self.config.loss.warn_mismatch:g} (loss.warn_mismatch) the samples are "
+                "noticeably off-policy",
                 stacklevel=2,
             )
 
