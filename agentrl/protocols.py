@@ -121,6 +121,7 @@ class Server(Protocol):
     """One server of an engine, as whoever brings it weights sees it."""
 
     url: str
+    life: int  # counts its starts: what an earlier life was told is forgotten
     num_ranks: int  # over which it splits each tensor
     dtype: str  # of its weights: "bfloat16", "float32", …
     routes: frozenset[str]  # the paths that it serves

@@ -114,6 +114,7 @@ class SGLangServer:
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
         self.url = url.rstrip("/")
+        self.life = 0
         self.num_ranks = 1
         self.dtype = ""
         self.routes: frozenset[str] = frozenset()
@@ -141,6 +142,7 @@ class SGLangServer:
                 f"{self.url} does not answer as SGLang {oldest} or newer does: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        self.life += 1
         self.num_ranks = described.tensor_parallel_size
         self.dtype, self.routes = described.dtype, described.routes
         self._max_length = min(described.context_tokens, described.kv_tokens) - UNUSED_CONTEXT
