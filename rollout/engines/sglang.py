@@ -33,6 +33,7 @@ from rollout.engines.sglang_server import (
 )
 from rollout.engines.sglang_sync import Update, lend_memory
 from rollout.engines.sglang_watch import Watcher
+from rollout.gate import Turnstile
 from rollout.server import Fleet
 
 logger = logging.getLogger("agentrl")
@@ -90,7 +91,8 @@ class SGLangEngine:
             http, num_requests = open_http(self._max_concurrent)
             await self._cleanup.enter_async_context(http)
             self._slots = asyncio.Semaphore(num_requests)
-            members = [Member(SGLangServer(url, http)) for url in self._fleet.urls]
+            turnstile = Turnstile()
+            members = [Member(SGLangServer(url, http, turnstile)) for url in self._fleet.urls]
             self._pool = Pool(members, self._config.start_timeout_s)
             self._cleanup.push_async_callback(self._transport.close)
             self._cleanup.push_async_callback(self._finish_background)

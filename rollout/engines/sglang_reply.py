@@ -70,8 +70,7 @@ def read_reply(answer: dict[str, Any], weight_version: str) -> Reply:
         if reason == "abort":  # maybe of a request that never ran
             meta = {"output_token_logprobs": [], "prompt_tokens": None, "cached_tokens": 0} | meta
         entries = meta["output_token_logprobs"]
-        token_ids = [entry[1] for entry in entries]
-        logprobs = [entry[0] for entry in entries]
+        logprobs, token_ids = [entry[0] for entry in entries], [entry[1] for entry in entries]
         num_tokens, output_ids = meta["completion_tokens"], answer["output_ids"]
         num_prompt, num_cached = meta["prompt_tokens"], meta["cached_tokens"]
     except (KeyError, TypeError, IndexError) as error:
@@ -83,9 +82,8 @@ def read_reply(answer: dict[str, Any], weight_version: str) -> Reply:
             f"{len(token_ids)} logprobs came with {len(output_ids)} output_ids and "
             f"completion_tokens={num_tokens}, or of other tokens"
         )
-    for token_id, logprob in zip(token_ids, logprobs, strict=True):
-        if logprob is None or not math.isfinite(logprob):
-            raise BadReply(f"token {token_id} came with logprob {logprob}")
+    if None in logprobs or not all(map(math.isfinite, logprobs)):
+        raise BadReply(f"a logprob is none of {list(zip(token_ids, logprobs, strict=True))}"[:500])
     matched = finish.get("matched")
     if reason == "stop" and (type(matched) is not int or token_ids[-1:] != [matched]):
         raise BadReply(f"it stopped at {matched!r}, which is not its last token: {token_ids[-1:]}")

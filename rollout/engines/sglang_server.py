@@ -17,6 +17,7 @@ from pydantic_core import from_json, to_json
 from agentrl.protocols import EngineDied, EngineError
 from agentrl.types import Sampling
 from rollout.engines.sglang_reply import BadReply, Reply, read_reply, read_scores
+from rollout.gate import Turnstile
 
 OLDEST = (0, 5, 15)
 ROUTES = frozenset(
@@ -34,6 +35,7 @@ RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 CONTROL_S = 10.0  # what a request that samples nothing may take
 UNUSED_CONTEXT = 2  # tokens at the end of a server's context that it never samples
 JSON = {"Content-Type": "application/json"}
+CONNECT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 CONTROL_SOCKETS = 16  # beside those of requests that sample
 KEEP_ALIVE_S = 2.0  # less than SGLang's 5: a connection must not close under a request
 
@@ -109,16 +111,19 @@ class ServerInfo:
 class SGLangServer:
     """Implements `agentrl.protocols.Server`; `describe` fills in what the server says of itself.
 
-    `http` is shared with other servers, and bounds the sockets of all.
+    `http` is shared with other servers, and bounds the sockets of all; so is `turnstile`, which
+    keeps the event loop from writing, or reading, many long requests at a stretch.
     """
 
-    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, url: str, http: aiohttp.ClientSession, turnstile: Turnstile | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self.life = 0
         self.num_ranks = 1
         self.dtype = ""
         self.routes: frozenset[str] = frozenset()
-        self._http = http
+        self._http, self._turnstile = http, turnstile or Turnstile()
         self._max_length = math.inf  # tokens of prompt and turn, where the server cuts a turn
 
     async def describe(self) -> ServerInfo:
@@ -250,10 +255,11 @@ class SGLangServer:
         return await self._request("GET", path, None, timeout_s or CONTROL_S)
 
     async def _request(self, method: str, path: str, body: Any, timeout_s: float | None) -> Any:
-        # Who calls has a deadline; None here is no time limit of the client's own beside it.
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
-        data = None if body is None else to_json(body)
+        # Who calls has a deadline; None is no time limit of the client's own beside it.
+        timeout = CONNECT if timeout_s is None else aiohttp.ClientTimeout(timeout_s)
         where = self.url + path
+        await self._turnstile.pass_through()
+        data = None if body is None else to_json(body)
         try:
             async with self._http.request(
                 method, where, data=data, headers=JSON, timeout=timeout
@@ -261,6 +267,7 @@ class SGLangServer:
                 content = await got.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Lost(f"{where}: {type(error).__name__}: {error}") from error
+        await self._turnstile.pass_through()
         if got.status == 200:
             if got.content_type != "application/json":
                 return content.decode(errors="replace")
@@ -307,8 +314,6 @@ def open_http(max_concurrent: int) -> tuple[aiohttp.ClientSession, int]:
         limit=num_requests + CONTROL_SOCKETS, keepalive_timeout=KEEP_ALIVE_S
     )
     http = aiohttp.ClientSession(
-        connector=connector,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None),
+        connector=connector, cookie_jar=aiohttp.DummyCookieJar(), timeout=CONNECT
     )
     return http, num_requests
