@@ -810,7 +810,7 @@ async def main():
             nonlocal most
             ids = [5, n % 30]
             for _ in range(2):
-                completion = await r.engine.generate(ids, sampling(2), session=f"s{n}")
+                completion = await r.engine.generate(ids, sampling(1), session=f"s{n}")
                 most = max(most, len(os.listdir("/proc/self/fd")))
                 ids = ids + completion.token_ids
             await r.engine.release(f"s{n}")
@@ -826,7 +826,7 @@ def test_two_thousand_episodes_need_few_files() -> None:
     """F032: with 256 open files allowed, all succeed, and fewer than 200 are ever open."""
 
     async def run() -> str:
-        fake = await FakeSGLang().start()
+        fake = await FakeSGLang(token_s=0.05).start()
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", MANY),
