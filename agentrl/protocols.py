@@ -165,8 +165,11 @@ class Rollouts(Protocol):
         """
         ...
 
-    def evaluate(self) -> list[TrajectoryGroup]:
-        """Play the held-out tasks with the present weights; faults stay in the groups, unscored."""
+    def evaluate(self) -> list[TrajectoryGroup] | None:
+        """Play the held-out tasks with the present weights; faults stay in the groups, unscored.
+
+        None as in `next_groups`.
+        """
         ...
 
     def sleep(self) -> None:

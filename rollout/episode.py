@@ -22,6 +22,7 @@ import gymnasium
 
 from agentrl.config import RolloutConfig
 from agentrl.env import to_messages
+from agentrl.metrics import MeanMetrics
 from agentrl.protocols import Engine, EngineDied
 from agentrl.renderer import Renderer
 from agentrl.rubric import RewardError, Rubric
@@ -62,6 +63,7 @@ class Stage:
     env_calls: asyncio.Semaphore
     turnstile: Turnstile
     prompt: PromptMemo  # of `renderer`
+    metrics: MeanMetrics
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,7 +190,10 @@ async def _generate(episode: Episode, stage: Stage, max_new_tokens: int) -> Acti
                 completion = await stage.engine.generate(tape.context, sampling, session=episode.id)
                 interrupted = gate.times_shut > times_shut
             if completion.finish_reason == "abort" and interrupted:
+                if part == 0:
+                    stage.metrics.count("rollout/interrupted_turns")
                 if config.on_update == "drop":
+                    stage.metrics.count("rollout/wasted_tokens", len(completion.token_ids))
                     continue
                 if len(completion.token_ids) == sampling.max_new_tokens:
                     completion = replace(completion, finish_reason="length")

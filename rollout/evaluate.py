@@ -123,6 +123,7 @@ def play(config: RunConfig) -> list[TrajectoryGroup]:
             on_episode=lambda _: progress.advance(bar),
         ) as rollouts:
             groups = rollouts.evaluate()
+    assert groups is not None, "a local engine never loses its weights"
     episodes = [episode for group in groups for episode in group.trajectories]
     if all(episode.reward is None for episode in episodes):
         reason, count = Counter(e.stop_reason for e in episodes).most_common(1)[0]

@@ -27,7 +27,7 @@ class Gate:
         self._open.set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self.in_flight = 0
+        self.num_queued = self.in_flight = 0
         self.times_shut = 0
 
     def locked(self) -> bool:
@@ -35,12 +35,17 @@ class Gate:
         return self._slots.locked() or not self._open.is_set()
 
     async def __aenter__(self) -> None:
-        await self._slots.acquire()
+        self.num_queued += 1
         try:
-            await self._open.wait()
-        except BaseException:
-            self._slots.release()
-            raise
+            await self._slots.acquire()
+            try:
+                while not self._open.is_set():  # it may be shut again before this wakes
+                    await self._open.wait()
+            except BaseException:
+                self._slots.release()
+                raise
+        finally:
+            self.num_queued -= 1
         self.in_flight += 1
         self._empty.clear()
 

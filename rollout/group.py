@@ -38,19 +38,28 @@ class GroupPlayer:
         An error that is no episode's own ends the other members first, then rises.
         """
         id = f"{'g' if self.kind == 'train' else 'eval'}{draw.number}"
+        attempts: list[Trajectory] = []
         members = [
-            asyncio.create_task(self._play_member(draw, f"{id}-{member}", member))
+            asyncio.create_task(self._play_member(draw, f"{id}-{member}", member, attempts))
             for member in range(self.num_generations)
         ]
         try:
             episodes = await asyncio.gather(*members)
+            await self._compare(id, draw, episodes)
         except BaseException:
             await cancel(members)
+            self._waste(attempts)
             raise
-        await self._compare(id, draw, episodes)
+        self._waste([tape for tape in attempts if tape.reward is None])
         return TrajectoryGroup(id=id, task=draw.task, trajectories=[e.tape for e in episodes])
 
-    async def _play_member(self, draw: Draw, id: str, member: int) -> Episode:
+    def _waste(self, tapes: list[Trajectory]) -> None:
+        num_tokens = sum(tape.num_sampled_tokens for tape in tapes)
+        self.stage.metrics.count("rollout/wasted_tokens", num_tokens)
+
+    async def _play_member(
+        self, draw: Draw, id: str, member: int, attempts: list[Trajectory]
+    ) -> Episode:
         for attempt in range(self.stage.config.max_attempts):
             episode = Episode(
                 id=f"{id}-retry{attempt}" if attempt else id,
@@ -58,6 +67,7 @@ class GroupPlayer:
                 env_seed=draw.env_seed,
                 seed=derive_seed(self.seed, self.kind, draw.number, member, attempt),
             )
+            attempts.append(episode.tape)
             self.pending[episode.id] = episode
             try:
                 tape = await play(episode, self.stage)
@@ -92,6 +102,16 @@ class GroupPlayer:
                 tape.reward, tape.stop_reason = None, StopReason.REWARD_ERROR
                 tape.error = f"{type(error).__name__}: {error}"
                 self.on_fault(tape)
+
+
+async def first_done(tasks: Iterable[asyncio.Task[Any]], event: asyncio.Event) -> bool:
+    """Wait for one of `tasks`; False where `event` is set first. All of them go on."""
+    is_set = asyncio.create_task(event.wait())
+    try:
+        done, _ = await asyncio.wait([*tasks, is_set], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        is_set.cancel()
+    return bool(done - {is_set})
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -2,7 +2,7 @@
 
     learner's thread                  event loop (a daemon thread)
 
-    next_groups(n) --- waits for ---> n slots     each plays groups until one is fit to train on
+    next_groups(n) --- waits for ---> slots       each plays groups until one is fit to train on
                                         |  waits for
                                       G members   each plays an episode, again while faults spoil it
                                         |  waits for
@@ -13,23 +13,18 @@
 
 Turns that are in flight at an update are interrupted and go on after it (`rollout.on_update`).
 
-With `max_staleness=0` no slot lives between two calls. Otherwise `(max_staleness + 1) * n` groups
-are alive at most, those that the learner holds included, and slots go on while it trains.
-
-With `oversampling > 1` the groups that are complete first make the batch and the others are
-aborted. This favours short episodes.
+`slots.py` says which groups are alive: with `max_staleness=0` none while the learner trains.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import gymnasium
@@ -45,22 +40,15 @@ from agentrl.trajectory import Trajectory, TrajectoryGroup
 from rollout.episode import PromptMemo, Stage
 from rollout.faults import FaultBudget, RolloutError
 from rollout.gate import Gate, Turnstile
-from rollout.group import CLOSE_S, GroupPlayer, cancel
-from rollout.tasks import Draw, TaskStream
+from rollout.group import CLOSE_S, GroupPlayer, cancel, first_done
+from rollout.slots import Slots
+from rollout.tasks import TaskStream
 from rollout.watch import Watch
 
 logger = logging.getLogger("agentrl")
 
 T = TypeVar("T")
 MakeEnv = Callable[[], gymnasium.Env[Any, Any]]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Slot:
-    """One group wanted; `draw` is the one in play."""
-
-    draw: Draw
-    num_refills: int = 0  # after groups without signal
 
 
 class RolloutManager:
@@ -99,12 +87,11 @@ class RolloutManager:
         if eval_tasks is not None:
             eval_tasks.require(eval_config.num_tasks, "eval.num_tasks")
         self._config, self._engine = config, engine
-        self._tasks = tasks
         self._eval_tasks, self._num_eval_tasks = eval_tasks, eval_config.num_tasks
         self._metrics = MeanMetrics()
         self._faults = FaultBudget(config, self._metrics)
-        self._watch = Watch(config.watchdog_s)
         self._gate = Gate(config.max_concurrent_generations)
+        self._watch = Watch(config.watchdog_s, self._gate, self._metrics)
         stage = Stage(
             engine=engine,
             make_env=make_env,
@@ -115,13 +102,14 @@ class RolloutManager:
             env_calls=asyncio.Semaphore(config.max_concurrent_env_calls),
             turnstile=Turnstile(),
             prompt=PromptMemo(renderer.prompt),
+            metrics=self._metrics,
         )
 
         def on_train_episode(tape: Trajectory) -> None:
             on_episode(tape)
             self._faults.count(tape)
 
-        self._player = GroupPlayer(
+        player = GroupPlayer(
             stage=stage,
             kind="train",
             num_generations=config.num_generations,
@@ -131,9 +119,10 @@ class RolloutManager:
             on_fault=self._faults.count_fault,
         )
         self._eval_player = replace(
-            self._player,
+            player,
             stage=replace(
                 stage,
+                metrics=MeanMetrics(),  # of its own: those of training are of training alone
                 make_env=eval_make_env or make_env,
                 config=config.model_copy(update={"temperature": eval_config.temperature}),
             ),
@@ -142,10 +131,17 @@ class RolloutManager:
             on_episode=on_episode,
             on_fault=lambda tape: None,
         )
-        self._slots: dict[asyncio.Task[TrajectoryGroup | None], _Slot] = {}
-        self._replay: list[int] = []  # draws that were in flight when the run stopped
-        self._batch_size = config.prompts_per_step
+        self._evaluation: asyncio.Task[list[TrajectoryGroup]] | None = None
         self._sampled: list[TrajectoryGroup] = []  # all of them since the last pop
+        self._slots = Slots(
+            player=player,
+            tasks=tasks,
+            config=config,
+            engine=engine,
+            faults=self._faults,
+            metrics=self._metrics,
+            on_group=lambda group: self._sampled.append(group),
+        )
         self._waited_s, self._popped_at = 0.0, time.perf_counter()
 
         self._closed = False
@@ -154,7 +150,7 @@ class RolloutManager:
             target=self._loop.run_forever, name="agentrl-rollouts", daemon=True
         )
         self._thread.start()
-        for watch in (self._watch.progress, self._watch.lag):
+        for watch in (self._watch.progress, self._watch.heartbeat):
             asyncio.run_coroutine_threadsafe(watch(), self._loop)
         try:
             self._cross(engine.start())
@@ -164,11 +160,12 @@ class RolloutManager:
 
     # The learner's side.
 
-    def next_groups(self, num_groups: int) -> list[TrajectoryGroup]:
+    def next_groups(self, num_groups: int) -> list[TrajectoryGroup] | None:
         """Wait for `num_groups` groups, in the order of their draws.
 
         Fewer, possibly none, where dynamic sampling found no more groups with signal. Episodes with
-        a fault stay in their group, with `reward` None.
+        a fault stay in their group, with `reward` None. None: the engine wants the present weights
+        again; after `update_weights` the next call goes on where this one stopped.
 
         Raises:
             RolloutError: too many episodes failed.
@@ -176,10 +173,10 @@ class RolloutManager:
         """
         return self._cross(self._next_groups(num_groups))
 
-    def evaluate(self) -> list[TrajectoryGroup]:
+    def evaluate(self) -> list[TrajectoryGroup] | None:
         """Play the held-out tasks, always the same with the same seeds.
 
-        Episodes with a fault stay in their group, with `reward` None.
+        Episodes with a fault stay in their group, with `reward` None. None as in `next_groups`.
         """
         return self._cross(self._evaluate())
 
@@ -199,7 +196,12 @@ class RolloutManager:
     def pop_metrics(self) -> dict[str, float]:
         """Counts, means and times since the last call, over all groups sampled, trained on or not.
 
-        `time/<part>` are seconds and split `time/rollout` as the episodes spent theirs.
+        `time/<part>` are seconds and split `time/rollout` as the episodes spent theirs. Over the
+        groups handed over, `rollout/staleness` is the mean of the versions that passed since the
+        oldest token of each, and `rollout/staleness_<k>` the fraction of tokens that are k versions
+        old. `rollout/wasted_tokens` were sampled in turns begun anew, failed or aborted episodes,
+        and groups not handed over. `rollout/running_requests` and `rollout/queued_requests` are
+        means over time.
         """
         return self._cross(self._pop_metrics())
 
@@ -209,8 +211,7 @@ class RolloutManager:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before the first batch only."""
-        self._tasks.load_state_dict(state["tasks"])
-        self._replay = list(state["in_flight"])
+        self._slots.load_state_dict(state)
 
     def close(self) -> None:
         """End all episodes, close their envs and the engine, within seconds."""
@@ -252,82 +253,28 @@ class RolloutManager:
 
     # The loop's side.
 
-    async def _next_groups(self, num_groups: int) -> list[TrajectoryGroup]:
-        config = self._config
-        self._batch_size = num_groups
-        self._faults.start_batch(num_groups)
+    async def _next_groups(self, num_groups: int) -> list[TrajectoryGroup] | None:
         began = time.perf_counter()
-        batch: list[tuple[int, TrajectoryGroup]] = []
         try:
-            self._start_slots(
-                max(self._num_alive_allowed, math.ceil(num_groups * config.oversampling))
-            )
-            while len(batch) < num_groups and self._slots:
-                done, _ = await asyncio.wait(self._slots, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=lambda task: self._slots[task].draw.number):
-                    if len(batch) == num_groups:
-                        break
-                    group = task.result()
-                    slot = self._slots.pop(task)
-                    if group is None:
-                        continue
-                    staleness = self._staleness(group)
-                    if staleness > config.max_staleness:
-                        self._metrics.count("rollout/stale_groups")
-                        self._start_slots(len(self._slots) + 1)
-                        continue
-                    self._metrics.add("rollout/staleness", staleness)
-                    batch.append((slot.draw.number, group))
-        except BaseException:
-            interrupted = [slot.draw.number for slot in self._slots.values()]
-            await self._cancel_slots()
-            self._replay = sorted([*self._replay, *interrupted, *(number for number, _ in batch)])
-            raise
+            return await self._slots.next_batch(num_groups)
         finally:
             self._waited_s += time.perf_counter() - began
-        if config.max_staleness == 0:
-            self._metrics.count("rollout/aborted_groups", len(self._slots))
-            await self._cancel_slots()
-        else:
-            self._start_slots(self._num_alive_allowed - num_groups)
-        return [group for _, group in sorted(batch, key=lambda numbered: numbered[0])]
 
-    @property
-    def _num_alive_allowed(self) -> int:
-        return (self._config.max_staleness + 1) * self._batch_size
+    async def _evaluate(self) -> list[TrajectoryGroup] | None:
+        if self._evaluation is None:
+            self._evaluation = asyncio.create_task(self._play_evaluation())
+        try:
+            if not await first_done([self._evaluation], self._engine.wants_weights):
+                return None
+            groups = self._evaluation.result()
+        except BaseException:
+            await cancel([self._evaluation])
+            self._evaluation = None
+            raise
+        self._evaluation = None
+        return groups
 
-    def _start_slots(self, num_alive: int) -> None:
-        while len(self._slots) < num_alive:
-            slot = _Slot(draw=self._draw())
-            self._slots[asyncio.create_task(self._fill(slot))] = slot
-
-    def _draw(self) -> Draw:
-        return self._tasks.draw(self._replay.pop(0)) if self._replay else next(self._tasks)
-
-    async def _cancel_slots(self) -> None:
-        slots, self._slots = self._slots, {}
-        await cancel(slots)
-
-    async def _fill(self, slot: _Slot) -> TrajectoryGroup | None:
-        """Play groups until one is fit to train on; None if the refills for signal are used up."""
-        config = self._config
-        while True:
-            group = await self._player.play(slot.draw)
-            self._sampled.append(group)
-            num_scored = sum(reward is not None for reward in group.rewards)
-            self._metrics.add("rollout/group_size", num_scored)
-            if num_scored < config.min_group_size:
-                self._faults.drop_group()
-            elif config.dynamic_sampling_rounds == 0 or group.has_signal:
-                return group
-            else:
-                self._metrics.count("rollout/no_signal_groups")
-                if slot.num_refills == config.dynamic_sampling_rounds:
-                    return None
-                slot.num_refills += 1
-            slot.draw = self._draw()
-
-    async def _evaluate(self) -> list[TrajectoryGroup]:
+    async def _play_evaluation(self) -> list[TrajectoryGroup]:
         tasks, num_tasks = self._eval_tasks, self._num_eval_tasks
         if tasks is None or not num_tasks:
             return []
@@ -358,15 +305,8 @@ class RolloutManager:
                 f"{self._gate.in_flight} requests did not end, so the weights could not be "
                 f"updated\n{self._watch.table()}"
             ) from error
-        if self._config.max_staleness > 0 and self._slots:
-            self._start_slots(self._num_alive_allowed)
+        self._slots.start_more()
         return metrics
-
-    def _staleness(self, group: TrajectoryGroup) -> int:
-        versions = [
-            t.oldest_version for t in group.trajectories if t.reward is not None and t.turns
-        ]
-        return self._engine.version - min(versions, default=self._engine.version)
 
     async def _pop_metrics(self) -> dict[str, float]:
         now = time.perf_counter()
@@ -391,8 +331,7 @@ class RolloutManager:
         return metrics
 
     async def _state_dict(self) -> dict[str, Any]:
-        in_flight = sorted([*self._replay, *(slot.draw.number for slot in self._slots.values())])
-        return {"tasks": self._tasks.state_dict(), "in_flight": in_flight}
+        return self._slots.state_dict()
 
     async def _shut_down(self) -> None:
         # All at once: a call that still waits for slots must not see them vanish first.

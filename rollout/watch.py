@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 
+from agentrl.metrics import MeanMetrics
 from rollout.episode import Episode
+from rollout.gate import Gate
 
 logger = logging.getLogger("agentrl")
 
@@ -17,8 +19,9 @@ LAG_ALARM_S = 1.0
 class Watch:
     """Knows the pending episodes; says so when nothing moves, or when something blocks the loop."""
 
-    def __init__(self, watchdog_s: float) -> None:
+    def __init__(self, watchdog_s: float, gate: Gate, metrics: MeanMetrics) -> None:
         self.watchdog_s = watchdog_s
+        self._gate, self._metrics = gate, metrics
         self.pending: dict[str, Episode] = {}
         self.lag_s = 0.0  # the worst since it was set to 0
 
@@ -43,14 +46,20 @@ class Watch:
                 table = self.table()
                 logger.warning("no progress for %.0f s; pending:\n%s", now - moved, table)
 
-    async def lag(self) -> None:
-        """Measure how late the loop wakes: a blocking call on it stalls every episode."""
+    async def heartbeat(self) -> None:
+        """Measure how late the loop wakes, and how many requests run and wait.
+
+        A blocking call on the loop stalls every episode.
+        """
         alarmed = False
         while True:
             due = time.perf_counter() + HEARTBEAT_S
             await asyncio.sleep(HEARTBEAT_S)
             late = time.perf_counter() - due
             self.lag_s = max(self.lag_s, late)
+            if self.pending:
+                self._metrics.add("rollout/running_requests", self._gate.in_flight)
+                self._metrics.add("rollout/queued_requests", self._gate.num_queued)
             if late > LAG_ALARM_S and not alarmed:
                 alarmed = True
                 logger.warning("the event loop stood still for %.1f s: something blocks it", late)

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -117,6 +118,7 @@ class ScriptedEngine:
     async def update_weights(self, weights: Any, version: int, probe: Any) -> dict[str, float]:
         self.in_flight_at_update = self.in_flight
         self.version = version
+        self.wants_weights.clear()
         return {}
 
     def pop_metrics(self) -> dict[str, float]:
@@ -124,6 +126,67 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self.closed = True
+
+
+@dataclass
+class InterruptibleEngine(ScriptedEngine):
+    """Samples a token each `token_s`; an interrupted request answers what it has by then.
+
+    `text` is what each turn says, however it is cut. The logprob of a token is its place in the
+    turn and the version that sampled it, as -(place + version / 10).
+    """
+
+    text: str = "abcdefghi"
+    token_s: float = 1.0
+    on_its_way_s: float = 0.0  # how long after a request was made the engine knows of it
+    num_lost: int = 0  # of the next calls of `interrupt`
+    num_interrupts: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ids = [*self.encode(self.text), self.renderer.stop_token_ids[0]]
+        self._turn_starts: dict[str, int] = {}
+        self._running: set[asyncio.Event] = set()
+
+    async def generate(self, token_ids: Any, sampling: Sampling, *, session: str) -> Completion:
+        start = self._turn_starts.setdefault(session, len(token_ids))
+        self.requests.append(Request(list(token_ids), sampling, session, self._turns[session]))
+        begin = len(token_ids) - start
+        left = self._ids[begin:][: sampling.max_new_tokens]
+        interrupted = asyncio.Event()
+        ids: list[int] = []
+        self.in_flight += 1
+        try:
+            await asyncio.sleep(self.on_its_way_s)
+            self._running.add(interrupted)
+            for token_id in left:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(interrupted.wait(), self.token_s)
+                if interrupted.is_set():
+                    break
+                ids.append(token_id)
+        finally:
+            self.in_flight -= 1
+            self._running.discard(interrupted)
+        finish_reason = "abort" if interrupted.is_set() else "length"
+        if ids and ids[-1] == self.renderer.stop_token_ids[0]:
+            finish_reason = "stop"
+            del self._turn_starts[session]
+            self._turns[session] += 1
+        return Completion(
+            token_ids=ids,
+            logprobs=[-(begin + i + self.version / 10) for i in range(len(ids))],
+            finish_reason=finish_reason,
+            versions=[self.version] * len(ids),
+        )
+
+    async def interrupt(self) -> None:
+        self.num_interrupts += 1
+        if self.num_lost:
+            self.num_lost -= 1
+            return
+        for interrupted in self._running:
+            interrupted.set()
 
 
 class CountEnv(TextEnv):
@@ -169,3 +232,8 @@ def config(**values: Any) -> RolloutConfig:
         "tool_format": "none",
     } | values
     return RolloutConfig(**values)
+
+
+def alternate(request: Request) -> str:
+    """Signal: half of a group says yes."""
+    return "yes" if request.session.partition("-")[2][0] in "02468" else "no"

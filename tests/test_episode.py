@@ -11,35 +11,15 @@ import pytest
 from agentrl.env import TextEnv
 from agentrl.protocols import EngineDied, EngineError
 from agentrl.rubric import Rubric
-from agentrl.types import Completion, StopReason, Task
-from rollout.episode import Episode, PromptMemo, Stage, play
-from rollout.gate import Gate, Turnstile
-from tests.engines import CountEnv, ScriptedEngine, byte_renderer, config, forever
-
-TASK = Task(id="t")
+from agentrl.types import Completion, StopReason
+from rollout.episode import PromptMemo, play
+from tests.engines import CountEnv, ScriptedEngine, byte_renderer, forever
+from tests.stages import episode_of, stage_of
 
 
 @pytest.fixture(scope="module")
 def renderer():
     return byte_renderer()
-
-
-def stage_of(engine, make_env=CountEnv, *, rubric=None, generations=8, env_calls=8, **values):
-    return Stage(
-        engine=engine,
-        make_env=make_env,
-        renderer=engine.renderer,
-        config=config(**values),
-        rubric=rubric,
-        generation=Gate(generations),
-        env_calls=asyncio.Semaphore(env_calls),
-        turnstile=Turnstile(),
-        prompt=PromptMemo(engine.renderer.prompt),
-    )
-
-
-def episode_of(id="e0", seed=1):
-    return Episode(id=id, task=TASK, env_seed=7, seed=seed)
 
 
 def play_one(engine, make_env=CountEnv, **values):
@@ -496,29 +476,6 @@ def test_each_turn_has_a_sampling_seed_of_its_own(renderer):
 
     assert len(set(seeds(1) + seeds(2))) == 6
     assert seeds(1) == seeds(1)
-
-
-def test_many_ready_episodes_leave_the_loop_to_others_in_between():
-    async def run():
-        turnstile, order = Turnstile(), []
-
-        async def episode(number):
-            await turnstile.pass_through()
-            order.append(number)
-
-        async def other():
-            for _ in range(4):
-                await asyncio.sleep(0)
-                order.append("other")
-
-        tasks = [asyncio.create_task(episode(number)) for number in range(6)]
-        tasks[2].cancel()
-        await asyncio.gather(other(), *tasks, return_exceptions=True)
-        return order
-
-    order = asyncio.run(run())
-    assert [entry for entry in order if entry != "other"] == [0, 1, 3, 4, 5]
-    assert order.index("other") < order.index(4)
 
 
 def test_a_prompt_is_rendered_once_for_a_group():

@@ -452,3 +452,100 @@ def test_bfloat16_is_chosen_only_where_the_hardware_multiplies_it(monkeypatch):
     for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda fast=fast: fast)
         assert fast_dtype() is expected
+
+
+async def until_sampled(engine, count):
+    while engine._counts["engine/sampled_tokens"] < count:
+        await asyncio.sleep(0.001)
+
+
+def test_an_interrupt_answers_who_runs_and_who_waits_and_nobody_who_left(model, reference):
+    """F028: each with what it sampled so far; afterwards the engine is as good as new."""
+
+    async def play(engine):
+        def ask(name, length):
+            sampling = Sampling(max_new_tokens=120 - length, seed=length)
+            return asyncio.create_task(
+                engine.generate(prompt_of(length, length), sampling, session=name)
+            )
+
+        running = [ask("a", 9), ask("b", 17)]
+        left = ask("c", 5)
+        await until_sampled(engine, 12)
+        waiting = [ask("d", 8), ask("e", 30)]
+        left_waiting = ask("f", 4)
+        await asyncio.sleep(0.01)
+        left.cancel(), left_waiting.cancel()
+        await engine.interrupt()
+        answers = await asyncio.wait_for(asyncio.gather(*running, *waiting), 5)
+        assert left.cancelled() or await asyncio.wait([left], timeout=1)
+        await engine.interrupt()  # nobody is there any more
+        again = await asyncio.gather(*(ask(name, 8) for name in "abcdef"))
+        return answers, again
+
+    answers, again = run(engine_for(model, num_slots=3), play)
+    assert [answer.finish_reason for answer in answers] == ["abort"] * 4
+    sizes = [len(answer.token_ids) for answer in answers]
+    assert min(sizes[:2]) > 0 and sizes[2:] == [0, 0]
+    for length, answer in zip((9, 17), answers[:2], strict=True):
+        expected = true_logprobs(reference, prompt_of(length, length), answer.token_ids)
+        assert answer.logprobs == pytest.approx(expected, abs=2e-5)
+    for completion in again:
+        expected = true_logprobs(reference, prompt_of(8, 8), completion.token_ids)
+        assert completion.logprobs == pytest.approx(expected, abs=2e-5)
+        assert len(completion.token_ids) == 112
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_turn_that_goes_on_after_an_interrupt_is_the_turn_that_was_not_interrupted(
+    model, updated
+):
+    """From its context and what it had sampled, whether its keys were kept or computed anew."""
+    prompt, greedy = prompt_of(3, 20), {"temperature": 0.0}
+
+    async def whole(engine):
+        return await engine.generate(prompt, Sampling(max_new_tokens=90, **greedy), session="a")
+
+    async def in_parts(engine):
+        context, parts = list(prompt), []
+        for count in (10, 30, 91):
+            sampling = Sampling(max_new_tokens=110 - len(context), **greedy)
+            task = asyncio.create_task(engine.generate(context, sampling, session="a"))
+            if count < 90:
+                await until_sampled(engine, count)
+                await engine.interrupt()
+            parts.append(await task)
+            context = context + parts[-1].token_ids
+            if updated and count < 90:
+                await engine.update_weights([], engine.version + 1, ANY_PROBE)
+        return parts
+
+    expected = run(engine_for(model), whole)
+    parts = run(engine_for(model), in_parts)
+    assert [part.finish_reason for part in parts] == ["abort", "abort", "length"]
+    assert all(part.token_ids for part in parts)
+    assert [token for part in parts for token in part.token_ids] == expected.token_ids
+    logprobs = [logprob for part in parts for logprob in part.logprobs]
+    assert logprobs == pytest.approx(expected.logprobs, abs=2e-5)
+    assert [set(part.versions) for part in parts] == [{0}, {updated * 1}, {updated * 2}]
+
+
+def test_a_prompt_that_is_interrupted_in_the_middle_of_its_prefill_is_whole_afterwards(
+    model, reference, monkeypatch
+):
+    monkeypatch.setattr("rollout.engines.local.PREFILL_TOKENS_PER_STEP", 4)
+    prompt = prompt_of(6, 100)
+
+    async def play(engine):
+        first = asyncio.create_task(
+            engine.generate(prompt, Sampling(max_new_tokens=20), session="a")
+        )
+        while not 0 < engine._kv.lengths.max() < 96:
+            await asyncio.sleep(0)
+        await engine.interrupt()
+        assert (await first).token_ids == []
+        return await engine.generate(prompt, Sampling(max_new_tokens=20), session="a")
+
+    completion = run(engine_for(model), play)
+    expected = true_logprobs(reference, prompt, completion.token_ids)
+    assert completion.logprobs == pytest.approx(expected, abs=2e-5)

@@ -1,4 +1,4 @@
-"""Groups in flight: faults, refills, staleness, seeds, and the crossing from sync to async."""
+"""Groups in flight: faults, refills, seeds, and the crossing from sync to async."""
 
 import asyncio
 import logging
@@ -12,46 +12,29 @@ import pytest
 
 from agentrl.config import EvalConfig
 from agentrl.env import TextEnv
-from agentrl.protocols import EngineDied, EngineError
+from agentrl.protocols import EngineDied
 from agentrl.rubric import Rubric
 from agentrl.summary import summarize
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, Message, StopReason, Task
 from rollout.faults import RolloutError
-from rollout.gate import Gate
 from rollout.manager import RolloutManager
 from rollout.tasks import TaskStream
 from tests.engines import (
-    ANY_PROBE,
     CountEnv,
     ScriptedEngine,
+    alternate,
     byte_renderer,
     config,
     forever,
     make_tasks,
 )
+from tests.stages import manager_of
 
 
 @pytest.fixture(scope="module")
 def renderer():
     return byte_renderer()
-
-
-def manager_of(engine, make_env=CountEnv, *, num_tasks=40, seed=0, rollout=None, **more):
-    return RolloutManager(
-        engine=engine,
-        make_env=make_env,
-        renderer=engine.renderer,
-        config=config(**(rollout or {})),
-        tasks=TaskStream(make_tasks(num_tasks), seed),
-        seed=seed,
-        **more,
-    )
-
-
-def alternate(request):
-    """Signal: half of a group says yes."""
-    return "yes" if request.session.partition("-")[2][0] in "02468" else "no"
 
 
 class FailingEnv(CountEnv):
@@ -245,23 +228,6 @@ def test_a_fatal_error_cancels_the_siblings_and_frees_their_slots(renderer, recw
     assert "never retrieved" not in caplog.text
 
 
-def test_a_failure_between_two_batches_reaches_the_learner(renderer):
-    """F021: a background group dies while the learner trains."""
-
-    def script(request):
-        if request.session.startswith("g2"):
-            raise EngineDied("x")
-        return "yes"
-
-    rollout = {"max_staleness": 1}
-    with manager_of(ScriptedEngine(renderer, script), rollout=rollout) as manager:
-        began = time.monotonic()
-        with pytest.raises(EngineDied, match="x"):
-            for _ in range(3):
-                manager.next_groups(2)
-        assert time.monotonic() - began < 2
-
-
 def test_an_error_in_the_callback_stops_the_run(renderer):
     def show(tape):
         raise ZeroDivisionError("display")
@@ -311,145 +277,6 @@ def test_without_dynamic_sampling_groups_without_signal_are_kept(renderer):
     with manager_of(ScriptedEngine(renderer, "yes")) as manager:
         assert len(manager.next_groups(2)) == 2
         assert manager.pop_metrics()["frac_reward_zero_std"] == 1.0
-
-
-def test_oversampling_takes_the_first_and_aborts_the_rest(renderer):
-    def script(request):
-        return forever() if request.session.startswith("g1-") else "yes"
-
-    engine = ScriptedEngine(renderer, script)
-    with manager_of(engine, rollout={"oversampling": 1.5}) as manager:
-        groups = manager.next_groups(2)
-        assert [group.id for group in groups] == ["g0", "g2"]
-        assert engine.in_flight == 0
-        assert manager.pop_metrics()["rollout/aborted_groups"] == 1
-        assert manager.state_dict()["in_flight"] == []
-
-
-def test_oversampling_and_staleness_exclude_each_other(renderer):
-    with pytest.raises(ValueError, match="oversampling"):
-        manager_of(ScriptedEngine(renderer), rollout={"oversampling": 2.0, "max_staleness": 1})
-
-
-def test_synchronous_rollouts_are_idle_between_batches(renderer):
-    engine = ScriptedEngine(renderer)
-    with manager_of(engine) as manager:
-        for version in range(3):
-            groups = manager.next_groups(2)
-            played = len(engine.requests)
-            time.sleep(0.03)
-            assert len(engine.requests) == played == 4 * (version + 1) and engine.in_flight == 0
-            assert {v for g in groups for t in g.trajectories for v in t.versions if v >= 0} == {
-                version
-            }
-            manager.update_weights([], version + 1, ANY_PROBE)
-
-
-def test_staleness_is_bounded_and_so_is_what_is_alive(renderer):
-    alive, most = set(), 0
-
-    async def script(request):
-        nonlocal most
-        group = request.session.partition("-")[0]
-        alive.add(group)
-        most = max(most, len(alive))
-        await asyncio.sleep(0.06 if group == "g1" else 0.001)
-        return "yes"
-
-    rollout = {"max_staleness": 1}
-    engine = ScriptedEngine(renderer, script)
-    with manager_of(engine, lambda: CountEnv(6), rollout=rollout) as manager:
-        taken = []
-        for version in range(6):
-            groups = manager.next_groups(2)
-            alive -= {group.id for group in groups}
-            taken += [group.id for group in groups]
-            oldest = [t.oldest_version for group in groups for t in group.trajectories]
-            assert min(oldest) >= version - 1
-            time.sleep(0.05 if version else 0)  # the learner trains; rollouts go on
-            manager.update_weights([], version + 1, ANY_PROBE)
-        metrics = manager.pop_metrics()
-    assert len(taken) == len(set(taken)) == 12 and "g1" not in taken
-    assert metrics["rollout/stale_groups"] >= 1 and metrics["rollout/staleness"] > 0
-    assert most <= 5  # (1 + 1) * 2, and a stale one still listed here
-
-
-def test_rollouts_go_on_while_the_learner_trains(renderer):
-    engine = ScriptedEngine(renderer)
-    with manager_of(engine, rollout={"max_staleness": 1}) as manager:
-        manager.next_groups(2)
-        time.sleep(0.1)
-        assert len(engine.requests) == 8  # a second batch is ready
-        manager.update_weights([], 1, ANY_PROBE)
-        time.sleep(0.1)
-        assert len(engine.requests) == 12  # a third began with the new weights
-
-
-def test_weights_change_in_between_requests(renderer):
-    """F027: the gate waits until nothing is in flight, however long that takes."""
-
-    async def script(request):
-        await asyncio.sleep(0.1)
-        return "yes"
-
-    engine = ScriptedEngine(renderer, script)
-    with manager_of(engine, lambda: CountEnv(3), rollout={"max_staleness": 2}) as manager:
-        manager.next_groups(2)
-        manager.update_weights([], 1, ANY_PROBE)
-        assert engine.in_flight_at_update == 0 and engine.version == 1
-        assert len(manager.next_groups(2)) == 2
-
-
-def test_after_a_failed_update_no_request_gets_through():
-    """F070, F072: nobody knows what weights the engine has."""
-
-    async def main():
-        gate = Gate(1)
-        with pytest.raises(EngineError):
-            async with gate.shut(1):
-                raise EngineError("no weight 'a'")
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05), gate:
-                raise AssertionError("a request got through")
-
-    asyncio.run(main())
-
-
-def test_a_request_that_will_not_end_fails_the_update(renderer, monkeypatch):
-    for module in ("rollout.manager", "rollout.group"):
-        monkeypatch.setattr(f"{module}.CLOSE_S", 0.2)
-    stuck = threading.Event()
-
-    async def script(request):
-        if request.session.startswith(("g0", "g1")):
-            return "yes"
-        while not stuck.is_set():  # deaf to its cancellation
-            try:
-                await asyncio.sleep(0.05)
-            except asyncio.CancelledError:
-                continue
-        return "yes"
-
-    rollout = {"max_staleness": 1, "generate_timeout_s": 0.2}
-    with manager_of(ScriptedEngine(renderer, script), rollout=rollout) as manager:
-        manager.next_groups(2)
-        with pytest.raises(RolloutError, match=r"4 requests did not end[\s\S]*g2-0 +generate"):
-            manager.update_weights([], 1, ANY_PROBE)
-        stuck.set()
-
-
-def test_a_stopped_run_plays_the_groups_in_flight_again(renderer):
-    rollout = {"max_staleness": 1}
-    with manager_of(ScriptedEngine(renderer), rollout=rollout) as manager:
-        first = manager.next_groups(2)
-        state = manager.state_dict()
-    assert state["in_flight"] == [2, 3]
-    with manager_of(ScriptedEngine(renderer), rollout=rollout) as manager:
-        manager.load_state_dict(state)
-        second = manager.next_groups(2)
-    with manager_of(ScriptedEngine(renderer)) as whole:
-        expected = whole.next_groups(4)
-    assert [(g.id, g.task) for g in first + second] == [(g.id, g.task) for g in expected]
 
 
 def test_ctrl_c_in_next_groups_cleans_up_and_loses_no_task(renderer):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +59,7 @@ def train(
     try:
         sync()
         if step == 0:
-            evaluate(config, rollouts, record, display, step)
+            evaluate(config, rollouts, record, display, step, sync)
         while step < config.max_steps:
             started = time.perf_counter()
             display.phase("rollout")
@@ -72,7 +72,7 @@ def train(
                 metrics = rollouts.pop_metrics()
                 if config.sglang.colocate:
                     rollouts.sleep()
-                metrics |= timed("update", learner.update, groups)
+                metrics |= learner.update(groups)
                 state, step = rollouts.state_dict(), step + 1
                 metrics |= timed("sync", sync)
                 metrics["step_time"] = time.perf_counter() - started
@@ -81,9 +81,9 @@ def train(
                 if is_due(step, config.checkpoint.save_steps):
                     record.checkpoint(step, learner, state)
             if is_due(step, config.eval.eval_steps) and step < config.max_steps:
-                evaluate(config, rollouts, record, display, step)
+                evaluate(config, rollouts, record, display, step, sync)
         if step not in record.evaluations:
-            evaluate(config, rollouts, record, display, step)
+            evaluate(config, rollouts, record, display, step, sync)
     finally:
         # At the end, on Ctrl-C, and on an error: what was trained is never lost.
         if record.last_checkpoint_step < step:
@@ -93,13 +93,20 @@ def train(
 
 
 def evaluate(
-    config: RunConfig, rollouts: Rollouts, record: RunRecord, display: Display, step: int
+    config: RunConfig,
+    rollouts: Rollouts,
+    record: RunRecord,
+    display: Display,
+    step: int,
+    sync: Callable[[], Any],
 ) -> None:
     """Play the held-out tasks and record `eval/…`."""
     if config.eval.num_tasks == 0:
         return
     display.phase("evaluation")
-    groups = rollouts.evaluate()
+    while (groups := rollouts.evaluate()) is None:
+        sync()
+        display.phase("evaluation")
     metrics = {f"eval/{name}": value for name, value in summarize(groups).items()}
     record.evaluation(step, metrics, groups)
     display.evaluation(metrics)
