@@ -253,7 +253,10 @@ class FakeSGLang:
         return web.json_response(None)
 
     async def _resume(self, request: web.Request) -> web.Response:
-        self.released -= set((await request.json())["tags"])
+        tags = set((await request.json())["tags"])
+        if not tags <= self.released:
+            await self.die()  # so does the real one
+        self.released -= tags
         return web.json_response(None)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

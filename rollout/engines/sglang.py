@@ -213,7 +213,6 @@ class SGLangEngine:
             weight_version=self._name(version),
             probe=probe,
             rid=self._next_rid(),
-            adapter=self._adapter,
         )
         try:
             with self._watcher.lease():

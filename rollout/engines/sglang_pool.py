@@ -22,7 +22,7 @@ class Member:
     version: int | None = None  # of its verified weights; None: it serves nothing
     alive: bool = False
     given_up: str = ""  # why it is never asked again
-    asleep: bool = False  # its memory is lent to the learner
+    lent: set[str] = field(default_factory=set)  # memory, by SGLang's tags, that the learner has
     suspect: asyncio.Event = field(default_factory=asyncio.Event)  # a connection to it broke
     requests: set[asyncio.Timeout] = field(default_factory=set)  # in flight
     num_sessions: int = 0
@@ -161,7 +161,8 @@ class Pool:
 
     def lose(self, member: Member) -> None:
         """It is dead: its requests end, to be sent elsewhere."""
-        member.alive, member.asleep, member.version = False, False, None
+        member.alive, member.version = False, None
+        member.lent.clear()
         now = asyncio.get_running_loop().time()
         for clock in member.requests:
             clock.reschedule(now)

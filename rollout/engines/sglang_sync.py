@@ -28,7 +28,7 @@ class Update:
     weight_version: str  # what servers call it
     probe: Probe
     rid: str  # of the request that verifies
-    adapter: str | None
+    adapter: str | None = None  # that holds the weights, where one does
     failed: dict[str, str] = field(default_factory=dict)  # url -> cause
     differences: dict[str, float] = field(default_factory=dict)  # url -> |logprob - learner's|
 
@@ -45,6 +45,7 @@ class Update:
                 f"sglang.sync_timeout_s={timeout_s:g}"
             ) from error
         self.failed |= sent.failed
+        self.adapter = getattr(transport, "adapter", None)
         await self._each(lambda member: self._finish(member, deadline))
         return sent
 
@@ -64,16 +65,12 @@ class Update:
 
     async def _make_ready(self, member: Member) -> None:
         await be_quiet(member.server)
-        if member.asleep:
-            # The KV cache comes back last: until then its memory is the learner's.
-            await member.server.post("/resume_memory_occupation", {"tags": ["weights"]})
+        await take_back(member, "weights")  # the KV cache last: so long, the learner has its memory
 
     async def _finish(self, member: Member, deadline: float) -> None:
         server = member.server
         async with asyncio.timeout_at(deadline):
-            if member.asleep:
-                await server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-                member.asleep = False
+            await take_back(member, "kv_cache")
             await flush(server, deadline)
             await server.post("/update_weight_version", {"new_version": self.weight_version})
             echo = await server.weight_version()
@@ -127,6 +124,13 @@ async def flush(server: SGLangServer, deadline: float) -> None:
         await asyncio.sleep(pause_s)
 
 
+async def take_back(member: Member, tag: str) -> None:
+    """Once: SGLang dies of a tag that was not lent."""
+    if tag in member.lent:
+        await member.server.post("/resume_memory_occupation", {"tags": [tag]})
+        member.lent.discard(tag)
+
+
 async def lend_memory(members: Sequence[Member], timeout_s: float) -> list[str]:
     """Let servers give up weights and KV cache; why some did not. None of them serves any more."""
     failed: list[str] = []
@@ -142,7 +146,7 @@ async def lend_memory(members: Sequence[Member], timeout_s: float) -> list[str]:
                 {"tags": ["kv_cache", "weights"]},
                 timeout_s=timeout_s,
             )
-            member.asleep = True
+            member.lent = {"kv_cache", "weights"}
         except EngineError as error:
             failed.append(str(error))
 
