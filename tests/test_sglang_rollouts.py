@@ -134,15 +134,11 @@ def test_new_weights_in_mid_rollout_cost_no_group() -> None:
 
 def test_servers_that_are_busy_for_a_while_cost_no_group() -> None:
     servers = [FakeSGLang() for _ in range(2)]
-    for server in servers:
-        server.spoilers.extend([status(503)] * 6)
 
     async def hook(step: int) -> None:
         await asyncio.sleep(0)
 
     manager, _, _ = rollouts(servers, hook)
-    for server in servers:
-        server.spoilers.clear()
     with manager:
         manager.update_weights(WEIGHTS.items(), 0, probe_of(WEIGHTS))
         for server in servers:
