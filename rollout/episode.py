@@ -11,94 +11,23 @@ import inspect
 import itertools
 import logging
 import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import gymnasium
 
-from agentrl.config import RolloutConfig
 from agentrl.env import to_messages
-from agentrl.metrics import MeanMetrics
-from agentrl.protocols import Engine, EngineDied
-from agentrl.renderer import Renderer
 from agentrl.rubric import RewardError, Rubric
 from agentrl.threads import FOREIGN_ERRORS, run_in_thread
 from agentrl.trajectory import Trajectory
-from agentrl.types import Action, Message, Sampling, StopReason, Task
-from rollout.gate import Gate, Turnstile
+from agentrl.types import Action, Sampling, StopReason
+from rollout.guards import Fault, faults, work
 from rollout.seeds import derive_seed
+from rollout.stage import Episode, Stage
 
 logger = logging.getLogger("agentrl")
-
-
-class PromptMemo:
-    """The newest prompt with its tokens: the members of a group ask for it one after another."""
-
-    def __init__(self, render: Callable[[list[Message]], list[int]]) -> None:
-        self._render = render
-        self._messages: list[Message] | None = None
-        self._token_ids: list[int] = []
-
-    def __call__(self, messages: list[Message]) -> list[int]:
-        if messages != self._messages:
-            self._token_ids = self._render(messages)
-            self._messages = list(messages)
-        return self._token_ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """What the episodes of a run share."""
-
-    engine: Engine
-    make_env: Callable[[], gymnasium.Env[Any, Any]]  # cheap: what takes long belongs in `reset`
-    renderer: Renderer
-    config: RolloutConfig
-    rubric: Rubric | None  # rewards beside the env's own
-    generation: Gate
-    env_calls: asyncio.Semaphore
-    turnstile: Turnstile
-    prompt: PromptMemo  # of `renderer`
-    metrics: MeanMetrics
-
-
-@dataclass(slots=True, kw_only=True)
-class Episode:
-    """One attempt at an episode: what is to be played, and how far it is."""
-
-    id: str
-    task: Task
-    env_seed: int
-    seed: int  # with the number of the turn, the seed of a request
-    tape: Trajectory = field(init=False)
-    env: gymnasium.Env[Any, Any] | None = None
-    phase: str = "start"
-    since: float = field(default_factory=time.monotonic)  # when the phase began
-    clock: asyncio.Timeout | None = None  # of the whole attempt; stands still in a queue
-
-    def __post_init__(self) -> None:
-        self.tape = Trajectory(id=self.id)
-
-    def enter(self, phase: str) -> None:
-        self.phase, self.since = phase, time.monotonic()
-
-    @property
-    def is_fault(self) -> bool:
-        return self.tape.stop_reason is not None and self.tape.stop_reason.is_fault
-
-    def rubrics(self, stage: Stage) -> list[Rubric]:
-        rubrics = (getattr(self.env and self.env.unwrapped, "rubric", None), stage.rubric)
-        return [rubric for rubric in rubrics if rubric is not None]
-
-
-class _Fault(Exception):
-    def __init__(self, reason: StopReason, cause: BaseException | str) -> None:
-        super().__init__(cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}")
-        self.reason = reason
 
 
 async def play(episode: Episode, stage: Stage) -> Trajectory:
@@ -115,7 +44,7 @@ async def play(episode: Episode, stage: Stage) -> Trajectory:
             reason = await _turns(episode, stage)
             await _score(episode, stage)
             tape.stop_reason = reason
-    except _Fault as fault:
+    except Fault as fault:
         tape.reward, tape.stop_reason, tape.error = None, fault.reason, str(fault)
         logger.warning(
             "episode %s: %s: %s", episode.id, fault.reason, fault, exc_info=fault.__cause__
@@ -155,15 +84,15 @@ async def _reset(episode: Episode, stage: Stage) -> dict[str, Any]:
     """Make the env and put its prompt on the tape, which it must leave room to answer."""
     tape, config = episode.tape, stage.config
     await stage.turnstile.pass_through()
-    with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
+    with faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
         episode.env = env = stage.make_env()
-        async with _work(episode, "reset", "env", stage.env_calls, config.env_timeout_s):
+        async with work(episode, "reset", "env", stage.env_calls, config.env_timeout_s):
             options = {"task": episode.task}
             observation, info = await _call(env, "reset", seed=episode.env_seed, options=options)
         tape.messages += to_messages(observation)
         tape.observe(stage.prompt(tape.messages))
     if len(tape) >= config.max_context_tokens:
-        raise _Fault(
+        raise Fault(
             StopReason.PROMPT_TOO_LONG,
             f"the prompt has {len(tape)} tokens, max_context_tokens={config.max_context_tokens}",
         )
@@ -177,7 +106,7 @@ async def _generate(episode: Episode, stage: Stage, max_new_tokens: int) -> Acti
     """
     tape, config, renderer, gate = episode.tape, stage.config, stage.renderer, stage.generation
     turn, start = len(tape.turns), len(tape)
-    with _faults(StopReason.ENGINE_ERROR, StopReason.ENGINE_TIMEOUT):
+    with faults(StopReason.ENGINE_ERROR, StopReason.ENGINE_TIMEOUT):
         for part in itertools.count():
             sampling = Sampling(
                 max_new_tokens=max_new_tokens - (len(tape) - start),
@@ -185,7 +114,7 @@ async def _generate(episode: Episode, stage: Stage, max_new_tokens: int) -> Acti
                 seed=derive_seed(episode.seed, turn, *[part] * (part > 0)),
                 stop_token_ids=renderer.stop_token_ids,
             )
-            async with _work(episode, "generate", "generate", gate, config.generate_timeout_s):
+            async with work(episode, "generate", "generate", gate, config.generate_timeout_s):
                 times_shut = gate.times_shut
                 completion = await stage.engine.generate(tape.context, sampling, session=episode.id)
                 interrupted = gate.times_shut > times_shut
@@ -202,8 +131,8 @@ async def _generate(episode: Episode, stage: Stage, max_new_tokens: int) -> Acti
                 break
     await stage.turnstile.pass_through()
     if completion.finish_reason == "abort":
-        raise _Fault(StopReason.ABORTED, f"the engine aborted turn {len(tape.turns)}")
-    with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
+        raise Fault(StopReason.ABORTED, f"the engine aborted turn {len(tape.turns)}")
+    with faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
         action = renderer.parse(tape.token_ids[start:], completion.finish_reason)
         tape.messages.append(action.to_message())
     return action
@@ -214,8 +143,8 @@ async def _step(
 ) -> tuple[dict[str, Any], StopReason | None]:
     """Step the env; where the episode goes on, put what it said on the tape."""
     tape, config, env = episode.tape, stage.config, episode.env
-    with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
-        async with _work(episode, "step", "env", stage.env_calls, config.env_timeout_s):
+    with faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
+        async with work(episode, "step", "env", stage.env_calls, config.env_timeout_s):
             observation, reward, terminated, truncated, info = await _call(env, "step", action)
         new = to_messages(observation)
         _add_step_reward(tape, reward)
@@ -239,7 +168,7 @@ async def _step(
 
 
 def _end(tape: Trajectory, info: dict[str, Any], reason: StopReason) -> StopReason:
-    with _faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
+    with faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
         for name, value in info.get("metrics", {}).items():
             if not math.isfinite(value):
                 raise ValueError(f"the env's metric {name!r} is {value}")
@@ -248,7 +177,7 @@ def _end(tape: Trajectory, info: dict[str, Any], reason: StopReason) -> StopReas
 
 
 def _add_step_reward(tape: Trajectory, reward: Any) -> None:
-    with _faults(StopReason.REWARD_ERROR, StopReason.REWARD_ERROR):
+    with faults(StopReason.REWARD_ERROR, StopReason.REWARD_ERROR):
         reward = float(reward)
         if not math.isfinite(reward):
             raise RewardError(f"step {len(tape.turns)} of the env gave the reward {reward}")
@@ -259,9 +188,9 @@ async def _score(episode: Episode, stage: Stage) -> None:
     tape, env = episode.tape, episode.env
     assert env is not None
     rubrics = episode.rubrics(stage)
-    with _faults(StopReason.REWARD_ERROR, StopReason.REWARD_ERROR):
+    with faults(StopReason.REWARD_ERROR, StopReason.REWARD_ERROR):
         for rubric in rubrics:
-            async with _work(
+            async with work(
                 episode, "score", "score", stage.env_calls, stage.config.score_timeout_s
             ):
                 rewards = await rubric.score(task=episode.task, trajectory=tape, env=env.unwrapped)
@@ -314,78 +243,3 @@ async def _call(env: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     if not inspect.iscoroutinefunction(getattr(env.unwrapped, method)):
         return await run_in_thread(partial(function, *args, **kwargs))
     return await function(*args, **kwargs)
-
-
-class _faults:
-    """Whatever is raised inside becomes a fault: `error`, or `timeout` where a deadline passed.
-
-    Classes, here and below: generators would double what the manager spends on a turn.
-    """
-
-    __slots__ = ("error", "timeout")
-
-    def __init__(self, error: StopReason, timeout: StopReason) -> None:
-        self.error, self.timeout = error, timeout
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, cause: BaseException | None, trace: Any) -> None:
-        if isinstance(cause, FOREIGN_ERRORS) and not isinstance(cause, _Fault | EngineDied):
-            reason = self.timeout if isinstance(cause, TimeoutError) else self.error
-            raise _Fault(reason, cause) from cause
-
-
-class _work:
-    """Something that waits: for a slot with the episode's clock stopped, then to a deadline."""
-
-    __slots__ = ("began", "deadline", "episode", "phase", "slots", "timeout_s", "timing")
-
-    def __init__(
-        self,
-        episode: Episode,
-        phase: str,
-        timing: str,
-        slots: Gate | asyncio.Semaphore,
-        timeout_s: float,
-    ) -> None:
-        self.episode, self.phase, self.timing = episode, phase, timing
-        self.slots, self.timeout_s = slots, timeout_s
-
-    async def __aenter__(self) -> None:
-        queued = time.perf_counter()
-        if self.slots.locked():
-            self.episode.enter(f"queue for {self.phase}")
-            await _pause(self.episode.clock, self.slots)
-        else:
-            await self.slots.__aenter__()
-        self.episode.enter(self.phase)
-        self.began = time.perf_counter()
-        self._spend("queue", self.began - queued)
-        self.deadline = asyncio.timeout(self.timeout_s)
-        await self.deadline.__aenter__()
-
-    async def __aexit__(self, *error: Any) -> None:
-        try:
-            await self.deadline.__aexit__(*error)
-        except TimeoutError as late:
-            raise TimeoutError(f"{self.phase} did not end within {self.timeout_s:g} s") from late
-        finally:
-            await self.slots.__aexit__(None, None, None)
-            self._spend(self.timing, time.perf_counter() - self.began)
-
-    def _spend(self, timing: str, seconds: float) -> None:
-        timings = self.episode.tape.timings
-        timings[timing] = timings.get(timing, 0.0) + seconds
-
-
-async def _pause(clock: asyncio.Timeout | None, slots: Gate | asyncio.Semaphore) -> None:
-    assert clock is not None
-    when = clock.when()
-    assert when is not None
-    loop = asyncio.get_running_loop()
-    left = when - loop.time()
-    clock.reschedule(None)
-    try:
-        await slots.__aenter__()
-    finally:
-        clock.reschedule(loop.time() + left)

@@ -11,8 +11,9 @@ from typing import Any, Literal
 from agentrl.rubric import RewardError
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import StopReason
-from rollout.episode import Episode, Stage, add_rewards, play, total_reward
+from rollout.episode import add_rewards, play, total_reward
 from rollout.seeds import derive_seed
+from rollout.stage import Episode, Stage
 from rollout.tasks import Draw
 
 logger = logging.getLogger("agentrl")

@@ -37,11 +37,11 @@ from agentrl.rubric import Rubric
 from agentrl.summary import summarize
 from agentrl.threads import num_abandoned_threads
 from agentrl.trajectory import Trajectory, TrajectoryGroup
-from rollout.episode import PromptMemo, Stage
 from rollout.faults import FaultBudget, RolloutError
 from rollout.gate import Gate, Turnstile
 from rollout.group import CLOSE_S, GroupPlayer, cancel, first_done
 from rollout.slots import Slots
+from rollout.stage import PromptMemo, Stage
 from rollout.tasks import TaskStream
 from rollout.watch import Watch
 

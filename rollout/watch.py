@@ -7,8 +7,8 @@ import logging
 import time
 
 from agentrl.metrics import MeanMetrics
-from rollout.episode import Episode
 from rollout.gate import Gate
+from rollout.stage import Episode
 
 logger = logging.getLogger("agentrl")
 

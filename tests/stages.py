@@ -8,12 +8,12 @@ from typing import Any
 
 from agentrl.metrics import MeanMetrics
 from agentrl.types import Task
-from rollout.episode import Episode, PromptMemo, Stage
 from rollout.faults import FaultBudget
 from rollout.gate import Gate, Turnstile
 from rollout.group import GroupPlayer
 from rollout.manager import RolloutManager
 from rollout.slots import Slots
+from rollout.stage import Episode, PromptMemo, Stage
 from rollout.tasks import TaskStream
 from tests.engines import ANY_PROBE, CountEnv, ScriptedEngine, config, make_tasks
 

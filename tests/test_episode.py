@@ -12,7 +12,8 @@ from agentrl.env import TextEnv
 from agentrl.protocols import EngineDied, EngineError
 from agentrl.rubric import Rubric
 from agentrl.types import Completion, StopReason
-from rollout.episode import PromptMemo, play
+from rollout.episode import play
+from rollout.stage import PromptMemo
 from tests.engines import CountEnv, ScriptedEngine, byte_renderer, forever
 from tests.stages import episode_of, stage_of
 

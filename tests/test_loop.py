@@ -177,3 +177,25 @@ def test_an_error_inside_uninterrupted_is_the_one_that_rises():
 def test_what_is_due_every_zero_steps_is_never_due():
     assert [is_due(step, 2) for step in (1, 2, 3, 4)] == [False, True, False, True]
     assert not is_due(4, 0)
+
+
+def test_an_engine_that_lost_its_weights_gets_them_in_rollouts_and_in_evaluations(tmp_path, model):
+    parts = Parts(tmp_path, model, share_weights=False, eval__num_tasks=2)
+    engine, given = parts.engine, []
+    update, generate = engine.update_weights, engine.generate
+
+    async def update_weights(weights, version, probe):
+        given.append(version)
+        engine.wants_weights.clear()
+        return await update(weights, version, probe)
+
+    async def generate_once(token_ids, sampling, *, session):
+        # The first of each kind: a server comes back while it runs.
+        if session in ("eval0-0", "g0-0") and len(given) in (1, 2):
+            engine.wants_weights.set()
+        return await generate(token_ids, sampling, session=session)
+
+    engine.update_weights, engine.generate = update_weights, generate_once
+    parts.train()
+    assert given == [0, 0, 0, 1, 2]
+    assert [record["step"] for record in parts.metrics()] == [0, 1, 2]

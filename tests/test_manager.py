@@ -563,3 +563,17 @@ def test_means_are_over_the_episodes_that_have_the_key():
     metrics = summarize([TrajectoryGroup(id="g", task=Task(id="t"), trajectories=tapes)])
     assert metrics["reward"] == pytest.approx(1 / 3) and metrics["a"] == 0.5
     assert metrics["stop/env_error"] == 0.25 and metrics["stop/done"] == 0.75
+
+
+def test_the_means_of_what_runs_and_waits_are_taken_while_episodes_play(renderer):
+    async def script(request):
+        await asyncio.sleep(0.3)
+        return "yes"
+
+    rollout = {"prompts_per_step": 1, "num_generations": 4, "max_concurrent_generations": 1}
+    with manager_of(ScriptedEngine(renderer, script), rollout=rollout) as manager:
+        manager.next_groups(1)
+        time.sleep(0.5)  # idle: no part of the means
+        metrics = manager.pop_metrics()
+    assert metrics["rollout/running_requests"] == pytest.approx(1, abs=0.1)
+    assert metrics["rollout/queued_requests"] == pytest.approx(1.5, abs=0.4)

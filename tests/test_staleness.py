@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.protocols import EngineDied
+from agentrl.config import EvalConfig
+from agentrl.protocols import EngineDied, EngineError
 from rollout.faults import RolloutError
+from rollout.tasks import TaskStream
 from tests.engines import (
     ANY_PROBE,
     CountEnv,
@@ -18,6 +20,7 @@ from tests.engines import (
     ScriptedEngine,
     byte_renderer,
     forever,
+    make_tasks,
 )
 from tests.stages import manager_of, slots_of, update_weights
 from tests.virtual_time import run_virtual
@@ -343,6 +346,53 @@ def test_a_batch_that_is_complete_is_handed_over_whatever_the_engine_wants(rende
         time.sleep(0.1)
         engine.wants_weights.set()
         assert ids(manager.next_groups(2)) == ["g2", "g3"]
+
+
+def test_an_evaluation_goes_on_where_the_engine_wanted_weights(renderer):
+    async def script(request):
+        if request.session == "eval2-0" and len(engine.requests) <= 3:
+            engine.wants_weights.set()
+            await asyncio.sleep(0.1)
+        return "yes"
+
+    engine = ScriptedEngine(renderer, script)
+    evaluation = {
+        "eval_config": EvalConfig(num_tasks=3),
+        "eval_tasks": TaskStream(make_tasks(3), 0),
+    }
+    with manager_of(engine, **evaluation) as manager:
+        assert manager.evaluate() is None
+        manager.update_weights([], 0, ANY_PROBE)
+        assert ids(manager.evaluate()) == ["eval0", "eval1", "eval2"]
+        assert len(engine.requests) == 3
+        assert ids(manager.evaluate()) == ["eval0", "eval1", "eval2"]  # another one
+        assert len(engine.requests) == 6
+
+
+def test_faults_count_on_while_a_batch_waits_for_weights(renderer):
+    """F052: else a server that comes and goes would hide how many episodes it spoils."""
+
+    async def script(request):
+        group = request.session[:2]
+        if group == "g0":
+            engine.wants_weights.set()
+            raise EngineError("the server is gone")
+        await again.wait()
+        if group == "g2":  # which takes the place of g0
+            raise EngineError("the server is gone again")
+        return "yes"
+
+    engine, again = ScriptedEngine(renderer, script), asyncio.Event()
+
+    async def run():
+        slots = slots_of(engine, max_fault_fraction=0.5)
+        assert await slots.next_batch(2) is None
+        again.set()
+        await update_weights(slots, 0)
+        with pytest.raises(RolloutError, match="3 of 4 episodes failed"):
+            await slots.next_batch(2)
+
+    run_virtual(run())
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
