@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 from aiohttp import web
 
@@ -61,8 +63,18 @@ async def info_of(url):
         return await reply.json()
 
 
+def running(processes, word):
+    """Those with `word` in their command line."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if word in process.cmdline():
+                found.append(process)
+    return found
+
+
 def launchers_of(processes):
-    return [p for p in processes if p.is_running() and str(LAUNCHER) in p.cmdline()]
+    return running(processes, str(LAUNCHER))
 
 
 def test_fleets_side_by_side_share_no_port_and_leave_no_process(python, tmp_path, started, capfd):
@@ -344,7 +356,7 @@ def test_a_real_server_is_started_killed_brought_back_and_ended(sglang_python, t
         await fleet.start()
         (url,) = fleet.urls
         processes = started()
-        (keeper,) = (p for p in processes if p.ppid() == os.getpid())
+        (keeper,) = running(processes, str(fleets.KEEPER))
         keeper.children()[0].kill()
         assert "SIGKILL" in await asyncio.wait_for(fleet.ended(url), 20)
         assert_gone(processes)
