@@ -408,7 +408,7 @@ def test_an_interrupted_turn_of_an_engine_that_wanted_weights_is_not_older(rende
         assert await waiting is None
         await update_weights(slots, 1)
         groups = await slots.next_batch(2)
-        assert ids(groups) == ["g0", "g1"] and versions_of(groups) == {1}
+        assert groups is not None and len(groups) == 2 and versions_of(groups) == {1}
         assert slots.metrics.pop()["rollout/staleness"] == 0
         await slots.cancel()
 
