@@ -704,8 +704,10 @@ def test_a_hung_server_is_found_and_its_requests_move(quick_probes: None) -> Non
         ]
         await until(lambda: all(len(server.running) == 2 for server in r.servers))
         hung.token_s, hung.hung = 3600.0, True
+        r.fleet.may_recover.clear()  # nobody cuts the connections
         for n, completion in enumerate(await asyncio.gather(*tasks)):
             assert_scored(completion, [5, n])
+        r.fleet.may_recover.set()
         await asyncio.wait_for(r.engine.wants_weights.wait(), 5)
         assert r.fleet.recovered == [hung.url]
 
