@@ -181,6 +181,8 @@ def rooms(config: RunConfig, machine: Machine, shape: ModelShape) -> Iterator[Ro
         training.append(("keys and values of the engine's slots", slots * per_token))
         if machine.engine_bytes != FP32 or config.rollout.max_staleness > 0:
             training.append(("the engine's copy of the weights", copy))
+        if not machine.gpus:
+            training.append(("the engine's packed linear layers, about", copy))
     elif not machine.gpus:
         for number in range(len(machine.servers)):
             kv = max(machine.cpu_kv_tokens, config.rollout.max_context_tokens) * per_token

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from agentrl.config import RunConfig
+from agentrl.config import ConfigError, RunConfig
 from agentrl.memory import BF16, Machine, ModelShape, count, memory, num_concurrent
 
 
@@ -131,6 +132,50 @@ def time_limits(
         ]
     for name, seconds, meaning in rows:
         yield f"{name:<26} {seconds:>6g} s  {meaning}"
+
+
+def describe(config: RunConfig, engine: str) -> list[str]:
+    """The run in a few lines: what is trained, and what is counted."""
+    rollout, optim = config.rollout, config.optim
+    num_episodes = rollout.prompts_per_step * rollout.num_generations
+    num_updates = optim.num_minibatches * optim.num_iterations
+    return [
+        f"{config.model.name_or_path} · {config.env.id} · {config.loss.loss_type} · "
+        f"{config.output_dir}",
+        f"a step: {rollout.prompts_per_step} prompts x {rollout.num_generations} episodes = "
+        f"{num_episodes} episodes, {num_updates} optimizer step{'s' * (num_updates > 1)}",
+        f"engine: {engine} (rollout.engine={rollout.engine})",
+    ]
+
+
+def require_room(config: RunConfig) -> None:
+    """The longest episode goes through the learner in one row."""
+    rows, episode = config.optim.micro_batch_tokens, config.rollout.max_context_tokens
+    if rows < episode:
+        raise ConfigError(
+            f"optim.micro_batch_tokens={rows} is less than one episode may have: "
+            f"rollout.max_context_tokens={episode}; raise the one or lower the other"
+        )
+
+
+def list_time_limits(config: RunConfig, env: Any) -> str:
+    """All of them in a line, for none may hide; a tool's must fit into the call it is part of."""
+    rollout = config.rollout
+    tools = [(t.name, t.timeout_s) for t in getattr(env, "tools", ()) if not t.inline]
+    for name, timeout_s in tools:
+        if timeout_s >= rollout.env_timeout_s:
+            raise ConfigError(
+                f"tool {name} may take {timeout_s:g} s, but rollout.env_timeout_s="
+                f"{rollout.env_timeout_s:g} ends the env's step before; raise it over {timeout_s:g}"
+            )
+    limits = [
+        *tools,
+        ("env call", rollout.env_timeout_s),
+        ("generation", rollout.generate_timeout_s),
+        ("scoring", rollout.score_timeout_s),
+        ("episode", rollout.episode_timeout_s),
+    ]
+    return "time limits: " + ", ".join(f"{name} {seconds:g} s" for name, seconds in limits)
 
 
 def _gpus(gpus: Sequence[int]) -> str:

@@ -137,6 +137,14 @@ class Hangs(Tiny):
         return super().step(action)
 
 
+class Sleeps(Tiny):
+    """A reset that does not return in time."""
+
+    def reset(self, **kwargs):
+        time.sleep(0.5)
+        return super().reset(**kwargs)
+
+
 class Kills(Tiny):
     """Sends its own process a signal in the first `step` after `after` of them."""
 

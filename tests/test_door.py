@@ -6,9 +6,12 @@ import errno
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,9 +21,10 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, PartialState
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 import train.checkpoint
+from agentrl.config_file import load_config
 from agentrl.metrics import load_metrics
 from tests.runs import ROOT, Breaks, Kills, save_model, write_config
 from train.checkpoint import latest_checkpoint
@@ -64,7 +68,10 @@ def running_threads() -> set[str]:
 
 def without_times(record: dict) -> dict:
     """What must be the same when a step is done again."""
-    timed = ("time", "seconds", "per_second", "lag", "memory", "engine/", "segment", "step_time")
+    timed = (
+        "time", "seconds", "per_second", "lag", "memory", "engine/", "segment", "step_time",
+        "_requests",
+    )  # fmt: skip
     return {k: v for k, v in record.items() if not any(word in k for word in timed)}
 
 
@@ -324,6 +331,174 @@ def test_a_process_that_is_told_to_stop_saves_and_ends_with_130(
     assert checkpoint is not None and checkpoint.name == f"checkpoint-{saved:06d}"
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+# Which engine.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_gpus", "expected"),
+    [
+        ([], 0, "local"),
+        ([], 1, "sglang"),
+        (["sglang.mode=connect", "sglang.urls=[http://a:1]"], 0, "sglang"),
+        (["rollout.engine=local"], 1, "local"),
+        (["rollout.engine=sglang"], 0, "sglang"),
+    ],
+)
+def test_auto_is_sglang_where_there_is_a_gpu_or_a_url(
+    tmp_path, model, overrides, num_gpus, expected
+):
+    config = load_config(write_config(tmp_path, model), overrides)
+    assert door.choose_engine(config, num_gpus) == expected
+
+
+def test_the_engine_that_was_chosen_is_printed(tmp_path, model, capsys):
+    path = write_config(tmp_path, model, max_steps=1, eval__num_tasks=0)
+    assert run(path) == 0
+    assert "engine: local (rollout.engine=auto)" in capsys.readouterr().out
+
+
+def test_sglang_that_is_not_installed_is_refused_before_anything_is_loaded(tmp_path, model, capsys):
+    """F095: one message that says what to install, and no run is begun."""
+    path = write_config(tmp_path, model)
+    message = refused(capsys, path, "rollout.engine=sglang", "sglang.python=/no/python")
+    assert "sglang.python=/no/python" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_learners_are_refused_as_long_as_one_trains(tmp_path, model, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--num_processes 1" in refused(capsys, write_config(tmp_path, model))
+
+
+# The plan.
+
+
+def dry_run(capsys, path: Path, *arguments: str, code: int = 0) -> str:
+    assert run(path, "--dry-run", *arguments) == code
+    out, err = capsys.readouterr()
+    return out + err
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Path:
+    """A config without weights, of the shape of Qwen2.5-0.5B."""
+    folder = tmp_path_factory.mktemp("qwen")
+    Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_config_has_a_plan_on_the_gpus_it_names(path, qwen, capsys):
+    """F096: the command in the file's own comment, without a GPU or a hub."""
+    command = re.search(r"--dry-run (.*)--config (\S+)", path.read_text())
+    arguments = command[1].split() if command else []
+    assert command is None or command[2] == f"configs/{path.name}"
+    text = dry_run(capsys, path, *arguments, f"model.name_or_path={qwen}")
+    assert "who runs where" in text and "time limits" in text
+    assert "DOES NOT FIT" not in text and "0.494 billion parameters" in text
+
+
+def test_a_dry_run_starts_and_writes_nothing(tmp_path, model, capsys):
+    text = dry_run(capsys, write_config(tmp_path, model))
+    assert "2 prompts x 4 generations = 8 episodes" in text
+    assert "engine    local" in text
+    assert not (tmp_path / "run").exists() and not running_threads()
+
+
+def test_a_dry_run_of_a_model_that_is_not_here_prints_the_rest(tmp_path, model, capsys):
+    text = dry_run(capsys, write_config(tmp_path, model), "model.name_or_path=nobody/nothing")
+    assert "the shape of nobody/nothing is not known on this machine" in text
+    assert "time limits" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--assume-gpus", "1x139", "rollout.engine=sglang"], "the learner keeps 1"),
+        (["--assume-gpus", "2x0.001", "rollout.engine=sglang"], "this cannot run"),
+        (["model.name_or_path=/no/such/folder"], "/no/such/folder"),
+        (["optim.micro_batch_tokens=100"], "rollout.max_context_tokens=128"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_by_a_dry_run(tmp_path, model, capsys, arguments, said):
+    assert said in dry_run(capsys, write_config(tmp_path, model), *arguments, code=2)
+
+
+def test_servers_to_connect_to_are_told_how_to_start(tmp_path, model, capsys):
+    text = dry_run(
+        capsys, write_config(tmp_path, model), "--assume-gpus", "1x139", "sglang.mode=connect",
+        "sglang.urls=[http://a:30000, http://a:30001, http://b:30000]",
+    )  # fmt: skip
+    commands = [line for line in text.splitlines() if "sglang.launch_server" in line]
+    assert [re.search(r"--port=(\d+).*gpu-id=(\d)", c).groups() for c in commands] == [
+        ("30000", "0"), ("30001", "1"), ("30000", "0")
+    ]  # fmt: skip
+    assert all("--host=0.0.0.0" in c and "--context-length=128" in c for c in commands)
+    assert "by distributed" in text
+
+
+# The doctor.
+
+
+def doctor(capsys, path: Path, *arguments: str, code: int) -> dict[str, str]:
+    """What each check came to, by its name."""
+    assert run(path, "--doctor", *arguments) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert not running_threads()
+    return {line[8:24].strip(): line[:8].strip() + " " + line[24:] for line in lines if line[8:]}
+
+
+def test_a_doctor_tries_everything_and_leaves_nothing(tmp_path, model, capsys, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    checks = doctor(capsys, write_config(tmp_path, model), code=0)
+    for name in ("versions", "GPUs", "env", "model", "template", "disk", "engine", "start"):
+        assert checks[name].startswith("ok "), checks[name]
+    assert "torch" in checks["versions"]
+    assert "sync/probe_abs_diff" in checks["weights"]
+    assert "tokens in" in checks["one turn"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "failed", "said"),
+    [
+        (["env.id=tests.runs:Breaks", "env.kwargs.where=reset"], ["env"], "the database is gone"),
+        (["env.id=tests.runs:Sleeps", "rollout.env_timeout_s=0.1"], ["env"], "0.1"),
+        (["model.name_or_path=/no/such/folder"], ["model"], "/no/such/folder"),
+        (
+            ["rollout.engine=sglang", "sglang.python=/no/python"],
+            ["SGLang", "engine"],
+            "sglang.python=/no/python",
+        ),
+        (["rollout.engine=sglang", f"sglang.python={sys.executable}"], ["SGLang"], "no SGLang"),
+    ],
+    ids=["env raises", "env hangs", "model", "no interpreter", "no SGLang in it"],
+)
+def test_a_check_that_fails_says_why_and_the_others_go_on(
+    tmp_path, model, capsys, monkeypatch, arguments, failed, said
+):
+    monkeypatch.setattr(door, "make_servers", lambda *a: None)
+    checks = doctor(capsys, write_config(tmp_path, model), *arguments, code=1)
+    assert said in checks[failed[0]] and checks[failed[0]].startswith("FAILED")
+    assert checks["versions"].startswith("ok") and ("disk" in checks)
+
+
+def test_a_full_disk_is_found_before_the_run(tmp_path, model, capsys, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    checks = doctor(capsys, write_config(tmp_path, model), code=1)
+    assert "lower checkpoint.save_total_limit" in checks["disk"]
+    assert checks["one turn"].startswith("ok")
 
 
 # Bad input.

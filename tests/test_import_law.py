@@ -62,7 +62,7 @@ def at_import_time(tree: ast.Module) -> ast.Module:
 @pytest.mark.parametrize("room", MAY_IMPORT)
 def test_a_room_imports_only_the_rooms_below_it(room):
     assert files_of(room), f"{room}/ is empty"
-    forbidden = MAY_IMPORT.keys() - MAY_IMPORT[room] - {room}
+    forbidden = (MAY_IMPORT.keys() | {"doctor"}) - MAY_IMPORT[room] - {room}
     broken = {
         str(path.relative_to(ROOT)): found
         for path in files_of(room)

@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from agentrl.metrics import load_metrics
+from train.performance import PARTS
 
 INK = "#222222"
 GREY = "#8a8a8a"
 KINDS = ("#0072b2", "#e69f00", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito's palette
 SMOOTHING = 5  # steps in the running mean
-PARTS = ("generate", "env", "score", "update", "sync")
 
 Record = dict[str, Any]
 

@@ -15,16 +15,19 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.config import RunConfig
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Message
+from train.performance import (
+    PARTS,
+    engine_words,
+    mismatch_words,
+    speed_words,
+    staleness_words,
+    sync_words,
+)
 
-PARTS = {  # of a step's time, with the colour of each
-    "generate": "cyan",
-    "env": "yellow",
-    "score": "magenta",
-    "update": "blue",
-    "sync": "red",
-}
+COLOURS: dict[str, str] = dict(zip(PARTS, ("cyan", "yellow", "magenta", "bright_blue", "blue", "red"), strict=True))
 ROLE_STYLES = {"user": "bold", "assistant": "cyan", "tool": "yellow", "system": "dim"}
 SPARKS = "▁▂▃▄▅▆▇█"
 COURSE_WIDTH = 36  # columns of a sparkline
@@ -131,7 +134,7 @@ class Display:
         ):
             if name in metrics:
                 columns.append(f"{label} {metrics[name]:{form}}")
-        columns += [text for text in (_speeds(metrics), _seconds(metrics)) if text]
+        columns += [text for text in (speed_words(metrics), _seconds(metrics)) if text]
         columns.append(f"ETA {self._eta()}")
         if stops := _stops(metrics):
             columns.append(_rates(stops))
@@ -178,8 +181,15 @@ class Display:
             table.add_row("held out", Text(f"{text}   {_kinds(metrics, 'eval/correct/')}"))
         if stops := _stops(metrics):
             table.add_row("stops", _one_line(_rates(stops)))
-        if speeds := _speeds(metrics):
-            table.add_row("speed", speeds)
+        for label, words in (
+            ("speed", speed_words(metrics)),
+            ("engine", engine_words(metrics)),
+            ("late", staleness_words(metrics)),
+            ("sync", sync_words(metrics)),
+            ("mismatch", mismatch_words(metrics)),
+        ):
+            if words:
+                table.add_row(label, _one_line(words))
         parts = {name: metrics.get(f"time/{name}", 0.0) for name in PARTS}
         if any(parts.values()):
             table.add_row("time", _split_bar(parts))
@@ -275,14 +285,6 @@ def _rates(stops: Sequence[tuple[str, float]]) -> str:
     return ", ".join(f"{name} {rate:.0%}" for name, rate in stops)
 
 
-def _speeds(metrics: Mapping[str, float]) -> str:
-    return ", ".join(
-        f"{room} {metrics[name]:,.0f} tok/s"
-        for room in ("rollout", "train")
-        if (name := f"{room}/tokens_per_second") in metrics
-    )
-
-
 def _seconds(metrics: Mapping[str, float]) -> str:
     return f"{metrics['step_time']:.1f} s" if "step_time" in metrics else ""
 
@@ -294,12 +296,14 @@ def _split_bar(parts: Mapping[str, float]) -> Text:
         end += seconds
         columns = round(width * end / total) - drawn
         drawn += columns
-        bar.append("█" * columns, PARTS[name])
+        bar.append("█" * columns, COLOURS[name])
     return bar
 
 
 def _split_legend(parts: Mapping[str, float]) -> Text:
-    shown = [(f"{name} {seconds:.1f}  ", PARTS[name]) for name, seconds in parts.items() if seconds]
+    shown = [
+        (f"{name} {seconds:.1f}  ", COLOURS[name]) for name, seconds in parts.items() if seconds
+    ]
     return _cut(Text.assemble(*shown))
 
 
@@ -307,3 +311,23 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class EpisodeCount:
+    """Shows how many episodes of the batch or the evaluation are over."""
+
+    def __init__(self, config: RunConfig, display: Display) -> None:
+        rollout, evaluation = config.rollout, config.eval
+        self._display = display
+        self._totals = {
+            "rollout": rollout.prompts_per_step * rollout.num_generations,
+            "evaluation": evaluation.num_tasks * evaluation.num_generations,
+        }
+        self._phase, self._done = "", 0
+
+    def __call__(self, trajectory: Trajectory) -> None:
+        phase = self._display.current_phase
+        self._done = self._done + 1 if phase == self._phase else 1
+        self._phase = phase
+        if phase in self._totals:
+            self._display.progress(self._done, max(self._done, self._totals[phase]))

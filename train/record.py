@@ -10,11 +10,20 @@ from accelerate import Accelerator
 
 from agentrl.config import RunConfig
 from agentrl.config_file import dump_config
-from agentrl.metrics import MetricLog
+from agentrl.metrics import MetricLog, load_metrics
 from agentrl.trajectory import TrajectoryGroup, write_groups
 from train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from train.curve import draw_curve
 from train.learner import Learner
+from train.performance import (
+    engine_words,
+    mean_metrics,
+    mismatch_words,
+    speed_words,
+    staleness_words,
+    sync_words,
+    time_words,
+)
 
 
 class RunRecord:
@@ -85,6 +94,18 @@ class RunRecord:
             f"the run: {self.folder}  (curve.png, metrics.jsonl, trajectories)",
             f"the model: {latest_checkpoint(self.checkpoints)}",
         ]
+        steps = [r for r in load_metrics(self._log.path) if "step_time" in r]
+        means = mean_metrics(steps)
+        for label, words in (
+            ("time", time_words(means)),
+            ("speed", speed_words(means)),
+            ("engine", engine_words(means)),
+            ("staleness", staleness_words(means)),
+            ("syncs", sync_words(means)),
+            ("learner - engine", mismatch_words(means)),
+        ):
+            if words:
+                lines.append(f"{label}: {words}")
         if self.evaluations:
             before, after = (self.evaluations[at(self.evaluations)] for at in (min, max))
             names = [name for name in after if name.startswith("eval/correct")] or ["eval/reward"]

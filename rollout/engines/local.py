@@ -141,8 +141,14 @@ class LocalEngine:
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Counts of tokens and evictions, and busy seconds, since the last call."""
+        """Counts of tokens and evictions, and busy seconds, since the last call.
+
+        `engine/cache_hit_fraction` is that of the prompts' tokens.
+        """
         counts, self._counts = self._counts, dict.fromkeys(_COUNTS, 0.0)
+        cached, prefilled = counts["engine/cached_tokens"], counts["engine/prefilled_tokens"]
+        if cached + prefilled:
+            counts["engine/cache_hit_fraction"] = cached / (cached + prefilled)
         return counts
 
     async def _on_thread(self, command: Callable[[], Any]) -> Any:

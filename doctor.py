@@ -1,0 +1,362 @@
+"""What can be said of a run before it starts: its plan, and whether all that it needs works here.
+
+`train.py` asks; beside it this is the only file that knows all rooms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+
+from agentrl.config import ConfigError, RunConfig
+from agentrl.env import EnvNotFound, make_env, tasks_of, to_messages
+from agentrl.memory import BF16, FP32, GIB, Machine, gib, num_concurrent, read_shape
+from agentrl.models import ModelError
+from agentrl.plan import make_plan
+from agentrl.protocols import Engine, EngineError, Probe
+from agentrl.renderer import RendererError
+from agentrl.report import Report
+from agentrl.threads import run_in_thread
+from agentrl.types import Message, Sampling
+from rollout.engines.local_load import fast_dtype
+from rollout.engines.sglang_server import SGLangServer, open_http
+from rollout.launch import (
+    CPU_KV_TOKENS,
+    HOST,
+    Launch,
+    assign_gpus,
+    find_interpreter,
+    hold_port,
+    launch_command,
+)
+from rollout.server import Fleet
+from train.weight_sync import is_local
+
+OLDEST, NEWEST_RUN = (0, 5, 15), (0, 5, 23)  # releases of SGLang that were run on a CPU
+ASK_VERSION = "from importlib.metadata import version; print(version('sglang'))"
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+EngineKind = Literal["sglang", "local"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """Those of this machine, or those that a dry run shall assume."""
+
+    count: int
+    memory_gib: float  # of each
+    assumed: bool = False
+
+    @classmethod
+    def here(cls) -> Gpus:
+        count = torch.cuda.device_count()
+        sizes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(count)]
+        return cls(count=count, memory_gib=min(sizes, default=0) / GIB)
+
+    @classmethod
+    def parse(cls, text: str) -> Gpus:
+        """Of a text such as 8x139."""
+        count, _, memory = text.partition("x")
+        return cls(count=int(count), memory_gib=float(memory), assumed=True)
+
+
+def describe_machine(config: RunConfig, engine: EngineKind, gpus: Gpus) -> Machine:
+    """Raises ConfigError where the GPUs do not suffice."""
+    indices = range(gpus.count)
+    spawns = engine == "sglang" and config.sglang.mode == "spawn"
+    bf16 = gpus.assumed or fast_dtype() is torch.bfloat16
+    chosen = config.rollout.engine_dtype
+    precision = config.model.mixed_precision
+    way = config.sglang.weight_sync
+    if way == "auto":
+        way = "tensor" if all(map(is_local, config.sglang.urls)) else "distributed"
+    return Machine(
+        engine=engine,
+        engine_bytes=BF16 if chosen == "bfloat16" or (chosen == "auto" and bf16) else FP32,
+        bf16=precision == "bf16" or (precision == "auto" and bf16),
+        memory_gib=gpus.memory_gib if gpus.count else psutil.virtual_memory().total / GIB,
+        gpus=indices,
+        servers=assign_gpus(config.sglang, indices, num_learner_gpus=1) if spawns else (),
+        cpu_kv_tokens=CPU_KV_TOKENS,
+        weight_sync=way,
+    )
+
+
+def dry_run(config: RunConfig, env: Any, engine: EngineKind, gpus: Gpus) -> None:
+    """Print the plan.
+
+    Raises:
+        ConfigError: what it plans cannot work.
+    """
+    machine = describe_machine(config, engine, gpus)
+    name = config.model.name_or_path
+    try:
+        shape = read_shape(name)
+    except ModelError as error:
+        if not HUB_ID.fullmatch(name):
+            raise
+        shape = str(error)
+    tools = [(tool.name, tool.timeout_s) for tool in getattr(env, "tools", ()) if not tool.inline]
+    plan = make_plan(config, machine, shape, tools)
+    if engine == "sglang" and config.sglang.urls:
+        plan.sections["start these servers, each on its machine"] = launch_commands(config, machine)
+    elif engine == "sglang" and not gpus.assumed:
+        find_interpreter(config.sglang.python)
+    print(plan)
+    if plan.objections:
+        raise ConfigError("this cannot run: " + "\n".join(plan.objections))
+
+
+def launch_commands(config: RunConfig, machine: Machine) -> list[str]:
+    """What starts the servers that `sglang.urls` names, counting GPUs anew on each machine."""
+    launch = Launch(
+        model_path=config.model.name_or_path,
+        dtype="bfloat16" if machine.engine_bytes == BF16 else "float32",
+        context_tokens=config.rollout.max_context_tokens,
+        max_requests=num_concurrent(config),
+        log_folder=Path(),
+        gpus=[0],
+    )
+    commands, started = [], dict[str, int]()
+    for url in config.sglang.urls:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        command = launch_command(
+            config.sglang, launch, python="python", port=parts.port or 80, nccl_port=0
+        )
+        first_gpu = started.get(host, 0)
+        started[host] = first_gpu + config.sglang.tensor_parallel_size
+        own = [a for a in command if not a.startswith(("--nccl-port", f"--host={HOST}"))]
+        where = ["--host=0.0.0.0", f"--base-gpu-id={first_gpu}"]
+        commands.append(f"{host}: {' '.join([*own, *where])}")
+    return commands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builders:
+    """How `train.py` builds the parts of a run."""
+
+    learner: Callable[[RunConfig, Path], tuple[Any, Any]]  # and its tokenizer
+    renderer: Callable[[RunConfig, Any, Any], Any]  # of an env and a tokenizer
+    servers: Callable[[RunConfig, Any, Path], Fleet | None]  # None: the engine is embedded
+    engine: Callable[[RunConfig, Any, Fleet | None, Path], Engine]
+    probe: Callable[[RunConfig, Any, Any], Probe]  # of a learner and a renderer
+
+
+def examine(config: RunConfig, env: Any, kind: EngineKind, builders: Builders) -> bool:
+    """Try everything that the run needs, once; leave nothing behind. Whether all of it works.
+
+    A check that fails stops only those that need its result.
+    """
+    report = Report(ConfigError, EngineError, ModelError, EnvNotFound, RendererError)
+    gpus = Gpus.here()
+    with report.check("versions") as say:
+        packages = ("torch", "transformers", "accelerate", "gymnasium")
+        say(
+            f"python {platform.python_version()}, "
+            + ", ".join(f"{p} {version(p)}" for p in packages)
+        )
+    with report.check("GPUs") as say:
+        machine = describe_machine(config, kind, gpus)
+        say(f"{gpus.count} of {gpus.memory_gib:.0f} GiB" if gpus.count else "none: CPU")
+        say(f"engine {kind}" + (f", servers on {machine.servers}" if any(machine.servers) else ""))
+    if kind == "sglang" and config.sglang.mode == "spawn":
+        with report.check("SGLang") as say:
+            say(_sglang_version(find_interpreter(config.sglang.python)))
+        with report.check("ports") as say:
+            holders = [hold_port(), hold_port()]
+            say(", ".join(str(h.getsockname()[1]) for h in holders) + f" of {HOST} can be had")
+            for holder in holders:
+                holder.close()
+    messages: list[Message] = []
+    with report.check("env") as say:
+        messages = asyncio.run(_reset(config, env))
+        limits = [f"{t.name} {t.timeout_s:g} s" for t in getattr(env, "tools", ()) if not t.inline]
+        say(f"reset gives {len(messages)} messages within {config.rollout.env_timeout_s:g} s")
+        say("time limits of tools: " + (", ".join(limits) or "none needs one"))
+    with tempfile.TemporaryDirectory(prefix="agentrl-doctor-") as folder:
+        _examine_model(report, config, env, messages, builders, Path(folder))
+    report.finish()
+    return not report.num_failed
+
+
+async def _reset(config: RunConfig, env: Any) -> list[Message]:
+    """What an env of its own says first, of the first task."""
+    task = next(iter(tasks_of(env, "train") or ()), None)
+    own: Any = make_env(config.env.id, **config.env.kwargs)
+    options = {"task": task}
+    try:
+        if inspect.iscoroutinefunction(own.unwrapped.reset):
+            reset = own.unwrapped.reset(seed=config.seed, options=options)
+            observation, _ = await asyncio.wait_for(reset, config.rollout.env_timeout_s)
+        else:
+            observation, _ = await run_in_thread(
+                lambda: own.reset(seed=config.seed, options=options),
+                timeout_s=config.rollout.env_timeout_s,
+            )
+        return to_messages(observation)
+    finally:
+        closing = own.close()
+        if inspect.isawaitable(closing):
+            await closing
+
+
+def _sglang_version(python: str) -> str:
+    """Raises ConfigError where it has none, or one that is too old."""
+    asked = subprocess.run(
+        [python, "-P", "-c", ASK_VERSION], capture_output=True, text=True, timeout=60
+    )
+    if asked.returncode:
+        last = asked.stderr.strip().splitlines()[-1:]
+        raise ConfigError(f"{python} has no SGLang ({' '.join(last)}): see docs/sglang.md")
+    found = asked.stdout.strip()
+    release = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+    if release < OLDEST:
+        raise ConfigError(f"{python} has SGLang {found}; 0.5.15 is the oldest that works")
+    newer = ", newer than any that was run with agentrl" if release > NEWEST_RUN else ""
+    return f"{found} in {python}{newer}"
+
+
+def _examine_model(
+    report: Report,
+    config: RunConfig,
+    env: Any,
+    messages: list[Message],
+    builders: Builders,
+    folder: Path,
+) -> None:
+    learner = renderer = engine = fleet = None
+    with report.check("model") as say:
+        learner, tokenizer = builders.learner(config, folder)
+        size = sum(p.numel() for p in learner.model.parameters())
+        device = learner.accelerator.device
+        say(f"{config.model.name_or_path}: {size / 1e9:.3g} billion parameters on {device}")
+        renderer = builders.renderer(config, env, tokenizer)
+    if learner is None or renderer is None:
+        for name in ("template", "disk", "engine"):
+            report.skip(name, "needs the model")
+        return
+    prompt: list[int] = []
+    with report.check("template") as say:
+        say(renderer.probe())
+        prompt = renderer.prompt(messages)
+        say(f"the env's prompt has {len(prompt)} tokens")
+    with report.check("disk") as say:
+        say(_room_on_disk(config, sum(p.numel() for p in learner.model.parameters())))
+    with report.check("engine") as say:
+        fleet = builders.servers(config, learner, folder)
+        engine = builders.engine(config, learner, fleet, folder)
+        say(type(engine).__name__)
+    if engine is None:
+        report.skip("start", "needs the engine")
+        return
+    probe = builders.probe(config, learner, renderer)
+    asyncio.run(_examine_engine(report, config, engine, fleet, learner, renderer, probe, prompt))
+
+
+def _room_on_disk(config: RunConfig, num_parameters: int) -> str:
+    """Raises ConfigError where checkpoints will not fit."""
+    place = Path(config.output_dir).absolute()
+    while not place.exists():
+        place = place.parent
+    one = num_parameters * 3 * FP32  # weights and two moments
+    needed, free = one * (config.checkpoint.save_total_limit + 1), shutil.disk_usage(place).free
+    text = f"{gib(free)} free at {place}, {gib(needed)} for checkpoints, one being written included"
+    if needed > free:
+        raise ConfigError(f"{text}; lower checkpoint.save_total_limit or change output_dir")
+    return text
+
+
+async def _examine_engine(
+    report: Report,
+    config: RunConfig,
+    engine: Engine,
+    fleet: Fleet | None,
+    learner: Any,
+    renderer: Any,
+    probe: Probe,
+    prompt: list[int],
+) -> None:
+    started = synced = False
+    try:
+        with report.check("start") as say:
+            began = time.monotonic()
+            await engine.start()
+            started = True
+            say(f"ready in {time.monotonic() - began:.0f} s")
+            say(", ".join(fleet.urls) if fleet else "in this process")
+        if started and fleet:
+            with report.check("KV cache") as say:
+                say(await _kv_rooms(config, fleet))
+        if started:
+            with report.check("weights") as say:
+                if config.sglang.colocate:
+                    await engine.sleep()
+                metrics = await engine.update_weights(learner.weights(), learner.version, probe)
+                synced = True
+                say(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
+        if synced and prompt:
+            with report.check("one turn") as say:
+                say(await _one_turn(config, engine, renderer, prompt))
+        else:
+            report.skip("one turn", "needs weights and the env's prompt")
+    finally:
+        if started and fleet and config.sglang.mode == "connect":
+            await _disown(fleet, learner.run_id)
+        await engine.close()
+
+
+async def _kv_rooms(config: RunConfig, fleet: Fleet) -> str:
+    """What the servers' caches hold, and what the config may need at most."""
+    http, _ = open_http(len(fleet.urls))
+    async with http:
+        infos = [await SGLangServer(url, http).describe() for url in fleet.urls]
+    tokens = sum(info.kv_tokens for info in infos)
+    wanted = num_concurrent(config) * config.rollout.max_context_tokens
+    fits = "" if wanted <= tokens else ": more than that, so some will wait"
+    kinds = ", ".join(sorted({f"SGLang {info.sglang} in {info.dtype}" for info in infos}))
+    return (
+        f"{tokens} tokens in {len(infos)} of {kinds}; {num_concurrent(config)} requests of "
+        f"rollout.max_context_tokens={config.rollout.max_context_tokens} are {wanted}{fits}"
+    )
+
+
+async def _one_turn(config: RunConfig, engine: Engine, renderer: Any, prompt: list[int]) -> str:
+    sampling = Sampling(
+        max_new_tokens=min(16, config.rollout.max_new_tokens),
+        temperature=config.rollout.temperature,
+        stop_token_ids=renderer.stop_token_ids,
+    )
+    began = time.monotonic()
+    async with asyncio.timeout(config.rollout.generate_timeout_s):
+        turn = await engine.generate(prompt, sampling, session="doctor")
+    await engine.release("doctor")
+    seconds = time.monotonic() - began
+    text = renderer.decode(turn.token_ids)
+    return f"{len(turn.token_ids)} tokens in {seconds:.2f} s, by {turn.finish_reason}: {text!r}"
+
+
+async def _disown(fleet: Fleet, run_id: str) -> None:
+    """Let the next run have servers that are not ours to end."""
+    http, _ = open_http(len(fleet.urls))
+    async with http:
+        for server in (SGLangServer(url, http) for url in fleet.urls):
+            with suppress(EngineError):
+                if (await server.weight_version()).startswith(f"{run_id}/"):
+                    await server.post("/update_weight_version", {"new_version": "default"})
