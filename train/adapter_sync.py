@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from agentrl.config import SGLangConfig
 from agentrl.protocols import EngineError, Sent, Server, Weights
-from train.recipients import Recipients, accepted
+from train.recipients import SHARE, Recipients, accepted
 
 logger = logging.getLogger("agentrl")
 
@@ -44,7 +44,7 @@ class AdapterTransport:
     async def send(self, weights: Weights, servers: Sequence[Server]) -> Sent:
         """Let each server load the adapter of `weights`, named as by `adapter_weights`."""
         start = time.perf_counter()
-        to = Recipients(servers, self._config.sync_timeout_s)
+        to = Recipients(servers, SHARE * self._config.sync_timeout_s)
         name, files, tensors = await asyncio.to_thread(self._write, weights)
         written = time.perf_counter()
         await asyncio.gather(*[self._load(to, server, name, files) for server in list(to.alive)])

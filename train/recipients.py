@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.protocols import EngineError, Server
 
+SHARE = 0.8  # of `sync_timeout_s`; the rest is left to flush and to verify
 CLEANING_S = 5.0  # for a server to take back what it was told before
 
 

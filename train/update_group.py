@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import socket
+import threading
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -53,6 +54,7 @@ class UpdateGroup:
     def __init__(self, servers: Sequence[Server], device: torch.device, timeout_s: float) -> None:
         self.name = f"agentrl-{uuid.uuid4().hex[:12]}"
         self.servers = tuple(servers)
+        self._lives = [server.life for server in servers]
         self._ranks = rank_groups([server.num_ranks for server in servers])
         self._size = 1 + sum(len(ranks) for ranks in self._ranks)
         self._device = device
@@ -63,6 +65,10 @@ class UpdateGroup:
             self._address, 0, self._size, True, timeout=self._timeout, wait_for_workers=False
         )
         self._group: Any = None  # of gloo or NCCL
+
+    def holds(self, servers: Sequence[Server]) -> bool:
+        """Whether it is the group of just these, none of which was started again since."""
+        return self.servers == tuple(servers) and self._lives == [s.life for s in servers]
 
     def invitation(self, server: Server) -> dict[str, object]:
         """The body of `/init_weights_update_group`."""
@@ -104,10 +110,12 @@ class UpdateGroup:
         return self._group.broadcast([tensor], options)
 
     def abort(self) -> None:
-        """Break the connections, so that servers in a broadcast stop waiting for it."""
-        if self._group is not None:
-            self._group.abort()
-        self._group = None
+        """Leave at once, whatever is in flight."""
+        left, self._group = [self._group], None
+        if self._backend == "nccl" and left[0] is not None:
+            left[0].abort()
+        # Gloo's destructor waits for a broadcast until a server leaves, or for its time-out.
+        threading.Thread(target=left.clear, daemon=True).start()
 
     def __str__(self) -> str:
         urls = ", ".join(server.url for server in self.servers)

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from agentrl.config import SGLangConfig
 from agentrl.protocols import EngineError, Sent, Server, SyncError, Transport, Weights
 from train.buckets import Bucket, BucketReader, deliver_each
-from train.recipients import CLEANING_S, Recipients, accepted
+from train.recipients import CLEANING_S, SHARE, Recipients, accepted
 from train.shared_bucket import SHARED_MEMORY, serialize, shared_buffer
 from train.update_group import UpdateGroup
 from train.weights import checkpoint_shapes, require_names
@@ -94,7 +94,7 @@ class _BucketTransport:
             SyncError: the weights are not those of the servers' model.
         """
         start = time.perf_counter()
-        to = Recipients(servers, self._config.sync_timeout_s)
+        to = Recipients(servers, SHARE * self._config.sync_timeout_s)
         reader = BucketReader(
             require_names(weights, self._expected),
             dtype=common_dtype(servers),
@@ -159,8 +159,7 @@ class TensorTransport(_BucketTransport):
 class DistributedTransport(_BucketTransport):
     """To servers anywhere: NCCL, or gloo without a GPU, broadcasts each bucket from this rank.
 
-    The group lasts as long as the same `Server` objects are given: one that was restarted must
-    come as another object. One server that fails takes the others of the group with it.
+    The group lasts as long as the servers are the same. One that fails takes the others with it.
     """
 
     def __init__(
@@ -187,7 +186,9 @@ class DistributedTransport(_BucketTransport):
 
     async def _meet(self, to: Recipients) -> None:
         """A group with exactly these servers, or all of them failed."""
-        if self._group is not None and self._group.servers == tuple(to.alive):
+        if not to.alive:
+            return
+        if self._group is not None and self._group.holds(to.alive):
             return
         await self._part()
         timeout_s = min(FORMING_S, to.left_s)
