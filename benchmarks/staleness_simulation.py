@@ -12,6 +12,7 @@ import heapq
 import itertools
 import math
 import random
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -165,7 +166,7 @@ class SimulatedEngine:
         self.workload = workload
         self.servers = [Server() for _ in range(num_servers)]
         self.sessions: dict[str, Session] = {}
-        self.natural_tokens: list[int] = []  # of each episode begun, were it played to its end
+        self.natural_tokens: dict[str, int] = {}  # of episodes begun, had they all ended
 
     async def generate(
         self, token_ids: list[int], sampling: Sampling, *, session: str
@@ -173,7 +174,7 @@ class SimulatedEngine:
         state = self.sessions.get(session)
         if state is None:
             turns = self.workload.turns(session)
-            self.natural_tokens.append(sum(tokens for tokens, _ in turns))
+            self.natural_tokens[session] = sum(tokens for tokens, _ in turns)
             server = min(self.servers, key=len)
             state = self.sessions[session] = Session(server=server, turns=iter(turns))
         if state.start is None:
@@ -298,10 +299,9 @@ class Outcome:
     seconds: float = 0.0
     num_groups: int = 0
     num_tokens: int = 0  # trained
-    num_natural: float = 0.0
     rollout_s: list[float] = field(default_factory=list)  # waited for each batch
-    lengths: list[int] = field(default_factory=list)  # of the episodes trained, in tokens
-    natural: list[int] = field(default_factory=list)  # of those begun, had they all ended
+    trained: set[str] = field(default_factory=set)  # episodes
+    natural: dict[str, int] = field(default_factory=dict)  # tokens, as the engine keeps them
     idle: float = 0.0  # share of the servers' time
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -316,8 +316,10 @@ class Outcome:
 
     @property
     def bias(self) -> float:
-        mean_natural = sum(self.natural) / len(self.natural)
-        return sum(self.lengths) / len(self.lengths) / mean_natural
+        """Mean length of the trained over that of all, of those begun in the first half."""
+        begun = dict(itertools.islice(self.natural.items(), len(self.natural) // 2))
+        trained = [length for session, length in begun.items() if session in self.trained]
+        return statistics.mean(trained) / statistics.mean(begun.values())
 
 
 async def simulate(
@@ -378,7 +380,7 @@ async def simulate(
             metrics.pop()
             for server in engine.servers:
                 server.busy_s = 0.0
-            outcome, started = Outcome(), loop.time()
+            outcome, started = Outcome(trained=outcome.trained), loop.time()
         asked = loop.time()
         groups = await slots.next_batch(prompts_per_step)
         assert groups is not None and len(groups) == prompts_per_step
@@ -404,7 +406,7 @@ def take(groups: list[TrajectoryGroup], version: int, max_staleness: int, outcom
         for tape in group.trajectories:
             assert version - tape.oldest_version <= max_staleness, (tape.id, version)
             outcome.num_tokens += tape.num_sampled_tokens
-            outcome.lengths.append(tape.num_sampled_tokens)
+            outcome.trained.add(tape.id)
 
 
 def compare(
@@ -415,7 +417,7 @@ def compare(
         simulate, prompts_per_step=prompts_per_step, num_generations=num_generations
     )
     alone = run_virtual(run(POLICIES[0], num_servers=num_servers, num_batches=6, learner_s=0))
-    rollout_s = sum(alone.rollout_s) / len(alone.rollout_s)
+    rollout_s = statistics.mean(alone.rollout_s)
     num_batches = 2 + math.ceil(num_episodes / (prompts_per_step * num_generations))
     print(
         f"\n{num_servers} servers, learner {ratio:g} x rollout: batches of {prompts_per_step} x "
