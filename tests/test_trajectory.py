@@ -91,6 +91,29 @@ def test_an_episode_without_sampled_tokens_has_nothing_to_train(turns):
     assert tape.segments() == [] and tape.num_sampled_tokens == 0 and tape.oldest_version == -1
 
 
+@pytest.mark.parametrize("parts", [[[4], [5, 6], [2]], [[], [4, 5, 6], [2]], [[4, 5, 6], [], [2]]])
+def test_a_turn_in_parts_is_one_turn_whose_tokens_keep_their_logprobs_and_versions(parts):
+    """F028: new weights aborted it, twice."""
+    tape = prompted()
+    logprobs = []
+    for version, ids in enumerate(parts):
+        reason = "stop" if version == 2 else "abort"
+        tape.act(completion(ids, [-0.5 - version] * len(ids), reason, version))
+        logprobs += [-0.5 - version] * len(ids)
+    assert [(turn.start, turn.end, turn.finish_reason) for turn in tape.turns] == [(3, 7, "stop")]
+    assert tape.token_ids[3:] == [4, 5, 6, 2] and tape.logprobs[3:] == logprobs
+    assert tape.versions[3:] == [v for v, ids in enumerate(parts) for _ in ids]
+    assert tape.segments() == [slice(0, 7)] and tape.num_sampled_tokens == 4
+
+
+def test_an_aborted_turn_after_which_something_was_observed_is_over():
+    tape = prompted()
+    tape.act(completion([4], finish_reason="abort"))
+    tape.observe([9])
+    tape.act(completion([5]))
+    assert [(turn.start, turn.end) for turn in tape.turns] == [(3, 4), (5, 6)]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["observe", "act", "segment"]), st.integers(0, 4))))
 def test_columns_always_have_one_length_and_segments_hold_each_sampled_token_once(steps):
     """F002."""
