@@ -286,6 +286,25 @@ def test_weights_change_in_between_requests(renderer):
         assert len(manager.next_groups(2)) == 2
 
 
+@pytest.mark.parametrize(("on_update", "num_interrupted"), [("keep", 4), ("finish", 0)])
+def test_an_update_interrupts_the_turns_in_flight_or_waits_for_them(
+    renderer, on_update, num_interrupted
+):
+    engine = InterruptibleEngine(renderer, token_s=0.05)
+    rollout = {"max_staleness": 1, "on_update": on_update, "max_concurrent_generations": 4}
+    with manager_of(engine, rollout=rollout) as manager:
+        manager.next_groups(2)
+        time.sleep(0.15)  # the next two are in the middle of their turns
+        manager.update_weights([], 1, ANY_PROBE)
+        assert engine.in_flight_at_update == 0
+        groups = manager.next_groups(2)
+        metrics = manager.pop_metrics()
+    texts = {tape.messages[-1].content for group in groups for tape in group.trajectories}
+    assert texts == {"abcdefghi"}
+    assert metrics.get("rollout/interrupted_turns", 0) == num_interrupted
+    assert metrics.get("rollout/staleness_1", 0) > 0
+
+
 def test_two_thousand_episodes_are_in_flight_at_once(renderer):
     everybody = asyncio.Event()
 
