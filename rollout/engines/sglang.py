@@ -43,6 +43,7 @@ Ask = Callable[[Member, int, str], Awaitable[T]]  # member, version, request id 
 
 BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0
 ABORT_S = 5.0  # what an abort that nobody waits for may take
+CLOSE_S = 2.0  # what such aborts get at the end
 
 
 class SGLangEngine:
@@ -309,13 +310,14 @@ class SGLangEngine:
                 return answer
 
     async def _ask(self, member: Member, ask: Ask[T]) -> T:
-        version, rid = member.version, self._next_rid()
-        assert version is not None
+        rid = self._next_rid()
         clock = asyncio.timeout(None)  # which rings when the server is found dead
         try:
             async with self._slots, clock:
                 member.requests.add(clock)
-                return await ask(member, version, rid)
+                if member.version is None:
+                    raise Unavailable(f"{member.server.url} lost its weights")
+                return await ask(member, member.version, rid)
         except TimeoutError as error:
             raise Lost(f"{member.server.url} died") from error
         except (asyncio.CancelledError, Lost):
@@ -353,7 +355,11 @@ class SGLangEngine:
             logger.info("%s did not take an abort: %s", member.server.url, error)
 
     async def _finish_background(self) -> None:
-        await asyncio.gather(*self._background)
+        if self._background:
+            await asyncio.wait(self._background, timeout=CLOSE_S)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     def _count(self, reply: Reply, name: str) -> None:
         add, count = self._metrics.add, self._metrics.count
