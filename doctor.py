@@ -48,7 +48,7 @@ from rollout.launch import (
 from rollout.server import Fleet
 from train.weight_sync import is_local
 
-OLDEST, NEWEST_RUN = (0, 5, 15), (0, 5, 23)  # releases of SGLang that were run on a CPU
+OLDEST, NEWEST_KNOWN = (0, 5, 15), (0, 5, 23)  # releases of SGLang
 ASK_VERSION = "from importlib.metadata import version; print(version('sglang'))"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -229,7 +229,7 @@ def _sglang_version(python: str) -> str:
     release = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
     if release < OLDEST:
         raise ConfigError(f"{python} has SGLang {found}; 0.5.15 is the oldest that works")
-    newer = ", newer than any that was run with agentrl" if release > NEWEST_RUN else ""
+    newer = ", newer than any that agentrl knows" if release > NEWEST_KNOWN else ""
     return f"{found} in {python}{newer}"
 
 

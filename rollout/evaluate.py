@@ -3,7 +3,7 @@
 python -m rollout.evaluate model.name_or_path=runs/calculator/checkpoints/checkpoint-000012 \\
     env.id=agentrl/GSM8K-v0 eval.num_tasks=100 eval.num_generations=4 eval.temperature=1.0
 
-Keys are those of a training config, which `--config` takes too.
+Keys are those of a training config, which `--config` takes too. It samples in its own process.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if config.eval.num_tasks == 0:
             raise ConfigError("eval.num_tasks is 0: say how many tasks to play")
+        if config.rollout.engine == "sglang":
+            raise ConfigError(
+                "rollout.engine=sglang: an evaluation brings no weights to servers and samples in "
+                "its own process; write rollout.engine=local"
+            )
         folder = fresh_folder(Path(options.output), "evaluation.json")
         groups = play(config)
     except (ConfigError, EnvNotFound, RendererError, ModelError) as error:
@@ -105,6 +110,7 @@ def play(config: RunConfig) -> list[TrajectoryGroup]:
         history=config.rollout.history,
     )
     console = Console(stderr=True)
+    console.print(f"engine: local (rollout.engine={config.rollout.engine})")
     console.print(renderer.probe())
     with Progress(console=console) as progress:
         bar = progress.add_task(

@@ -408,6 +408,16 @@ def test_every_shipped_config_has_a_plan_on_the_gpus_it_names(path, qwen, capsys
     assert "DOES NOT FIT" not in text and "0.494 billion parameters" in text
 
 
+@pytest.mark.parametrize(
+    "command",
+    re.findall(r"^python train.py (--dry-run .*)$", (ROOT / "README.md").read_text(), re.M),
+)
+def test_the_dry_run_of_the_readme_works(command, qwen, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert door.main([*command.split(), f"model.name_or_path={qwen}"]) == 0
+    assert "fits" in capsys.readouterr().out
+
+
 def test_a_dry_run_starts_and_writes_nothing(tmp_path, model, capsys):
     text = dry_run(capsys, write_config(tmp_path, model))
     assert "2 prompts x 4 generations = 8 episodes" in text

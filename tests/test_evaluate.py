@@ -94,6 +94,7 @@ def test_a_config_file_is_not_needed(tmp_path, model):
     [
         ("eval.num_tasks=0", "say how many tasks"),
         ("eval.num_task=1", "did you mean eval.num_tasks?"),
+        ("rollout.engine=sglang", "write rollout.engine=local"),
         ("eval.num_tasks=9", "8 tasks, fewer than eval.num_tasks=9"),
         ("env.id=tests.runs:Tyni", "has no 'Tyni'"),
         ("env.kwargs.colour=red", "TypeError"),

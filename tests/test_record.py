@@ -78,6 +78,17 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path):
     assert (tmp_path / "run" / "curve.png").stat().st_size > 1000
 
 
+def test_the_summary_says_where_the_time_went_and_how_learner_and_engine_agree(tmp_path):
+    record = make_record(tmp_path)
+    for step, seconds in ((1, 2.0), (2, 4.0)):
+        metrics = {"step_time": seconds, "time/sync": 1.0, "mismatch/abs_diff": 0.01 * step}
+        record.step(step, metrics, [])
+    summary = "\n".join(record.summary())
+    assert "time: 3.0 s a step: sync 1.0" in summary
+    assert "learner - engine: mean 0.015" in summary
+    assert "staleness" not in summary, "a synchronous run has none"
+
+
 def test_how_to_resume_names_the_folder_where_the_run_lies(tmp_path):
     record = make_record(tmp_path)
     assert "nothing to resume" in record.how_to_resume()
