@@ -810,11 +810,8 @@ async def main():
     async with rig(servers=[Remote()], max_concurrent=2000) as r:
         async def episode(n):
             nonlocal most
-            ids = [5, n % 30]
-            for _ in range(2):
-                completion = await r.engine.generate(ids, sampling(1), session=f"s{n}")
-                most = max(most, len(os.listdir("/proc/self/fd")))
-                ids = ids + completion.token_ids
+            await r.engine.generate([5, n % 30], sampling(1), session=f"s{n}")
+            most = max(most, len(os.listdir("/proc/self/fd")))
             await r.engine.release(f"s{n}")
             return True
         done = await asyncio.gather(*(episode(n) for n in range(2000)))

@@ -173,10 +173,10 @@ def test_a_run_survives_the_death_of_its_server(
 
     def kill() -> None:
         port = fleet.urls[0].rpartition(":")[2]
-        (server,) = (
+        (server,) = (  # beside its keeper, which names the same command
             process
             for process in psutil.process_iter(["cmdline"])
-            if "sglang.launch_server" in (process.info["cmdline"] or [])
+            if (process.info["cmdline"] or [""])[1:4] == ["-P", "-m", "sglang.launch_server"]
             and any(argument.endswith(port) for argument in process.info["cmdline"])
         )
         for process in [server, *server.children(recursive=True)]:
