@@ -11,6 +11,7 @@ from train.performance import (
     engine_words,
     mean_metrics,
     mismatch_words,
+    speed_words,
     staleness_words,
     sync_words,
     time_words,
@@ -57,6 +58,11 @@ def test_a_step_is_split_into_its_parts():
     assert time_words(METRICS) == (
         "12.3 s a step: generate 6.1, env 1.0, logprob 0.5, update 3.4, sync 0.7"
     )
+
+
+def test_throughput_stands_beside_the_peak_of_memory():
+    metrics = {"rollout/tokens_per_second": 1812.4, "train/peak_memory_gib": 6.08}
+    assert speed_words(metrics) == "rollout 1,812 tok/s, peak memory 6.1 GiB"
 
 
 def test_a_sync_says_what_it_moved_and_which_servers_failed():

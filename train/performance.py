@@ -28,11 +28,13 @@ def time_words(metrics: Metrics) -> str:
 
 
 def speed_words(metrics: Metrics) -> str:
-    return _join(
-        f"{room} {metrics[name]:,.0f} tok/s"
-        for room in ("rollout", "train")
-        if (name := f"{room}/tokens_per_second") in metrics
+    """Tokens over wall time, and what memory the learner used at its fullest."""
+    forms = (
+        ("rollout/tokens_per_second", lambda n: f"rollout {n:,.0f} tok/s"),
+        ("train/tokens_per_second", lambda n: f"train {n:,.0f} tok/s"),
+        ("train/peak_memory_gib", lambda n: f"peak memory {n:.1f} GiB"),
     )
+    return _join(form(metrics[name]) for name, form in forms if name in metrics)
 
 
 def engine_words(metrics: Metrics) -> str:
