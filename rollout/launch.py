@@ -153,15 +153,23 @@ def launch_command(
 
 
 def launch_environment(
-    base: Mapping[str, str], *, gpus: Sequence[int], model_path: str
+    base: Mapping[str, str],
+    *,
+    gpus: Sequence[int],
+    learner_gpus: Sequence[int] = (),
+    model_path: str,
 ) -> dict[str, str]:
-    """`gpus` count among those that `base` makes visible."""
+    """GPUs count among those that `base` makes visible."""
     environment = {k: v for k, v in base.items() if not LAUNCHERS_OWN.fullmatch(k)}
+    # Not opened, yet checked; its default is the port + 10000, which may be none.
+    environment.setdefault("SGLANG_GRPC_PORT", "65535")
     if os.path.isdir(model_path):
         environment["HF_HUB_OFFLINE"] = "1"
     if gpus:
         visible = [name for name in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        names = [visible[gpu] if visible else str(gpu) for gpu in gpus]
+        # Behind its own, those whose memory it maps to read the learner's weights.
+        seen = [*gpus, *(gpu for gpu in learner_gpus if gpu not in gpus)]
+        names = [visible[gpu] if visible else str(gpu) for gpu in seen]
         return environment | {"CUDA_VISIBLE_DEVICES": ",".join(names)}
     return environment | {
         "SGLANG_USE_CPU_ENGINE": "1",

@@ -101,7 +101,12 @@ class SpawnedFleet:
                 gpus=gpus,
                 ports=ports,
                 command=launch_command(config, run, python=python, port=port, nccl_port=nccl_port),
-                environment=launch_environment(os.environ, gpus=gpus, model_path=run.model_path),
+                environment=launch_environment(
+                    os.environ,
+                    gpus=gpus,
+                    learner_gpus=run.gpus[: run.num_learner_gpus],
+                    model_path=run.model_path,
+                ),
                 log=run.log_folder / f"sglang-{len(self._servers)}.log",
             )
         self.urls = list(self._servers)

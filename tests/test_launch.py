@@ -101,6 +101,7 @@ def test_a_server_hears_nothing_of_the_learners_process_group(tmp_path):
     assert launch_environment(base, gpus=[0], model_path="org/model") == {
         "PATH": "/bin",
         "CUDA_VISIBLE_DEVICES": "0",
+        "SGLANG_GRPC_PORT": "65535",  # its own choice, the port + 10000, may be no port
     }
     on_cpu = launch_environment(base, gpus=[], model_path=str(tmp_path))
     assert on_cpu["HF_HUB_OFFLINE"] == "1" and on_cpu["OMP_NUM_THREADS"] == "1"
@@ -110,6 +111,14 @@ def test_gpus_count_among_the_visible_ones():
     base = {"CUDA_VISIBLE_DEVICES": "4,5,GPU-a,GPU-b"}
     environment = launch_environment(base, gpus=[2, 3], model_path="org/model")
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+
+
+def test_a_server_sees_the_learners_gpu_behind_its_own():
+    """It maps the learner's memory, and counts its own GPUs from 0."""
+    environment = launch_environment({}, gpus=[2, 3], learner_gpus=[0], model_path="org/model")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3,0"
+    shared = launch_environment({}, gpus=[0], learner_gpus=[0], model_path="org/model")
+    assert shared["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_a_held_port_is_given_to_nobody_but_the_server():
