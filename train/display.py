@@ -27,7 +27,9 @@ from train.performance import (
     sync_words,
 )
 
-COLOURS: dict[str, str] = dict(zip(PARTS, ("cyan", "yellow", "magenta", "bright_blue", "blue", "red"), strict=True))
+COLOURS: dict[str, str] = dict(
+    zip(PARTS, ("cyan", "yellow", "magenta", "bright_blue", "blue", "red"), strict=True)
+)
 ROLE_STYLES = {"user": "bold", "assistant": "cyan", "tool": "yellow", "system": "dim"}
 SPARKS = "▁▂▃▄▅▆▇█"
 COURSE_WIDTH = 36  # columns of a sparkline
