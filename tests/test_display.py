@@ -33,9 +33,7 @@ def group_of_one(answer: str = "The answer is 509.") -> TrajectoryGroup:
     call = ToolCall(id="a", name="calculator", arguments={"expression": "43*12-7"})
     episode.observe([1])
     for _ in range(2):
-        completion = Completion(
-            token_ids=[1], logprobs=[-0.1], finish_reason="stop", versions=[0]
-        )
+        completion = Completion(token_ids=[1], logprobs=[-0.1], finish_reason="stop", versions=[0])
         episode.act(completion)
         episode.observe([2])
     episode.messages = [

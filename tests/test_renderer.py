@@ -86,7 +86,10 @@ def sample(renderer: Renderer, text: str) -> list[int]:
 
 def completion(ids: list[int], finish_reason: Any = "stop") -> Completion:
     return Completion(
-        token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason=finish_reason, versions=[0] * len(ids)
+        token_ids=ids,
+        logprobs=[-0.5] * len(ids),
+        finish_reason=finish_reason,
+        versions=[0] * len(ids),
     )
 
 
