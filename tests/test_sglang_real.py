@@ -97,7 +97,10 @@ def unlike(fake: Any, real: Any, where: str) -> Iterator[str]:
                 yield f"{where}.{key} is the fake's alone"
             else:
                 yield from unlike(fake[key], real[key], f"{where}.{key}")
-    elif fake != real and [] not in (fake, real):  # of an empty list no entry tells its shape
+    elif isinstance(fake, list) and isinstance(real, list):
+        for ours, theirs in zip(fake, real, strict=False):
+            yield from unlike(ours, theirs, f"{where}[]")
+    elif fake != real:
         yield f"{where}: {fake} is {real} in truth"
 
 
