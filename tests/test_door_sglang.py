@@ -26,6 +26,7 @@ def path(tmp_path: Path, sglang_server: str) -> Iterator[Path]:
         tmp_path, Path(SMOLLM2), sglang__mode="connect", sglang__urls=[sglang_server],
         sglang__weight_sync="tensor", rollout__engine="auto", rollout__max_staleness=1,
         rollout__max_context_tokens=1024, eval__num_tasks=0, model__freeze_embeddings=True,
+        env__reward_funcs=["tests.runs:by_chance"],
         optim__learning_rate=1e-5,
     )  # fmt: skip
     ask(sglang_server, "/update_weights_from_disk", {"model_path": locate_model(SMOLLM2)})
