@@ -62,6 +62,7 @@ PROBE = (
     "A farmer's 16 hens lay an egg a day each. She eats 3, bakes with 4 and sells the rest for 2 "
     "dollars apiece. How much does she earn in a week, and what would she earn in 2048?"
 )
+UNUSED_CONTEXT_TOKENS = 8  # of SGLang: it refuses prompts that come so near to its context's end
 # Mean |learner - engine| logprob, in nats, that arithmetic of another order may cause.
 SYNC_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
@@ -249,11 +250,12 @@ def make_servers(config: RunConfig, learner: Learner, folder: Path) -> Fleet | N
     """The servers of an SGLang engine, not started yet; None: the engine is embedded."""
     if choose_engine(config) == "local":
         return None
+    longest = learner.model.config.get_text_config().max_position_embeddings
     return make_fleet(
         config.sglang,
         model_path=locate_model(config.model.name_or_path),
         dtype=str(engine_dtype(config.rollout)).removeprefix("torch."),
-        context_tokens=config.rollout.max_context_tokens,
+        context_tokens=min(config.rollout.max_context_tokens + UNUSED_CONTEXT_TOKENS, longest),
         max_requests=num_concurrent(config),
         log_folder=folder / "logs",
         gpus=range(torch.cuda.device_count()),
@@ -285,7 +287,7 @@ def make_engine(config: RunConfig, learner: Learner, fleet: Fleet | None, folder
         run_id=learner.run_id,
         max_context_tokens=rollout.max_context_tokens,
         max_concurrent=num_concurrent(config),
-        architecture=type(model).__name__,
+        architecture=(model.config.architectures or [None])[0],
     )
 
 

@@ -136,7 +136,9 @@ def launch_command(
     flags = []
     if config.colocate:
         flags += ["--enable-memory-saver"]
-    if not launch.gpus:
+    if launch.gpus:
+        flags += ["--enable-metrics"]
+    else:
         options |= {
             "device": "cpu",
             "attention-backend": "torch_native",
