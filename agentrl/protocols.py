@@ -82,8 +82,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def interrupt(self) -> None:
-        """End the requests in flight now; each answers what it sampled so far, as an abort."""
+    async def interrupt(self, *, running: bool = True) -> None:
+        """End the requests in flight now; each answers what it sampled so far, as an abort.
+
+        With `running` false, only those that wait for weights, of which nothing is sampled yet.
+        """
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import gymnasium
@@ -295,7 +296,9 @@ class RolloutManager:
     async def _update_weights(
         self, weights: Weights, version: int, probe: Probe
     ) -> dict[str, float]:
-        interrupt = None if self._config.on_update == "finish" else self._engine.interrupt
+        # Those that wait for these very weights cannot finish.
+        running = self._config.on_update != "finish"
+        interrupt = partial(self._engine.interrupt, running=running)
         try:
             # Each request has this deadline itself; one that lives on is deaf to its cancellation.
             async with self._gate.shut(self._config.generate_timeout_s + CLOSE_S, interrupt):

@@ -105,7 +105,7 @@ class ScriptedEngine:
 
     async def start(self) -> None: ...
 
-    async def interrupt(self) -> None: ...
+    async def interrupt(self, *, running: bool = True) -> None: ...
 
     async def score(self, token_ids: Any) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)
@@ -180,7 +180,9 @@ class InterruptibleEngine(ScriptedEngine):
             versions=[self.version] * len(ids),
         )
 
-    async def interrupt(self) -> None:
+    async def interrupt(self, *, running: bool = True) -> None:
+        if not running:
+            return
         self.num_interrupts += 1
         if self.num_lost:
             self.num_lost -= 1

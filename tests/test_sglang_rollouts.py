@@ -91,8 +91,9 @@ def assert_whole(groups: Any) -> None:
         }
 
 
+@pytest.mark.parametrize("on_update", ["keep", "finish"])
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_a_server_killed_in_mid_rollout_costs_no_group(num_servers: int) -> None:
+def test_a_server_killed_in_mid_rollout_costs_no_group(num_servers: int, on_update: str) -> None:
     """F033: its episodes wait for it, or move, with the turns that they have."""
     servers = [FakeSGLang(token_s=0.001) for _ in range(num_servers)]
 
@@ -100,7 +101,7 @@ def test_a_server_killed_in_mid_rollout_costs_no_group(num_servers: int) -> None
         if step == 5:
             await fleet.kill(servers[0])
 
-    manager, _, fleet = rollouts(servers, hook)
+    manager, _, fleet = rollouts(servers, hook, on_update=on_update)
     with manager:
         manager.update_weights(WEIGHTS.items(), 0, probe_of(WEIGHTS))
         groups, asks = next_groups(manager)

@@ -116,8 +116,9 @@ class LocalEngine:
             request.cancelled = True
             raise
 
-    async def interrupt(self) -> None:
-        await self._on_thread(self._interrupt)
+    async def interrupt(self, *, running: bool = True) -> None:
+        if running:  # none waits for weights: they cannot be lost
+            await self._on_thread(self._interrupt)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._on_thread(lambda: self._score(token_ids))

@@ -161,8 +161,10 @@ class SGLangEngine:
         self._count(reply, session)
         return reply.completion(version)
 
-    async def interrupt(self) -> None:
+    async def interrupt(self, *, running: bool = True) -> None:
         self._pool.interrupt()
+        if not running:
+            return
         await asyncio.gather(*(self._abort(m, None) for m in self._pool.members if m.requests))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
