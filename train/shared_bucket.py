@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import functools
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -34,6 +36,7 @@ def shared_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
             f"{SHARED_MEMORY} has {free >> 20} MiB left, a bucket takes {num_bytes >> 20}: "
             "give the container more (--shm-size), or lower sglang.bucket_mb"
         )
+    _start_manager()
     storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
@@ -46,6 +49,23 @@ class _Reduced:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._reduced
+
+
+@functools.cache
+def _start_manager() -> None:
+    """Let PyTorch start its manager of shared memory without a hold on this process's stderr.
+
+    It lives as long as the servers that read from it, and whoever reads the output of this process
+    through a pipe would wait for all of them.
+    """
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        torch.UntypedStorage._new_using_filename_cpu(1)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
 
 
 def serialize(bucket: Bucket, num_ranks: int) -> list[str]:
