@@ -564,6 +564,22 @@ def test_lent_memory_comes_back_with_weights_only() -> None:
     play(test)
 
 
+def test_a_dead_server_has_no_memory_to_lend() -> None:
+    async def test(r: Rig) -> None:
+        (server,) = r.servers
+        for version in (1, 2):
+            r.fleet.may_recover.clear()
+            await r.fleet.kill(server)
+            if version == 2:  # it is known to be dead
+                await until(lambda: r.engine.pop_metrics()["engine/servers"] == 0)
+            await r.engine.sleep()
+            r.fleet.may_recover.set()
+            assert (await r.sync(version))["sync/num_servers"] == 1
+            assert_scored(await r.engine.generate(IDS, sampling(), session="s"))
+
+    play(test)
+
+
 def test_memory_is_asked_for_when_nothing_is_in_flight() -> None:
     """F071: SGLang dies of a release under a running request."""
 
@@ -775,6 +791,28 @@ def test_a_server_that_ends_during_an_update_is_brought_back() -> None:
         r.engine._transport = FakeTransport()
         assert (await r.sync(1))["sync/num_servers"] == 1
         assert r.engine.pop_metrics()["engine/servers"] == 2
+
+    play(test, 2)
+
+
+def test_a_server_that_came_back_during_an_update_is_not_taken_for_updated() -> None:
+    """Also where what it started with is so near to the new weights that the probe passes."""
+
+    async def test(r: Rig) -> None:
+        dying, _ = r.servers
+        close_to_those_of_a_start = {"a": 0.2, "b": 0.1}
+
+        class Deadly(FakeTransport):
+            async def send(self, weights: Any, servers: Any) -> Any:
+                sent = await super().send(weights, servers)
+                await r.fleet.kill(dying)
+                await asyncio.wait_for(r.engine.wants_weights.wait(), 5)
+                return sent
+
+        r.engine._transport = Deadly()
+        metrics = await r.sync(1, close_to_those_of_a_start)
+        assert (metrics["sync/failed_servers"], metrics["sync/num_servers"]) == (1, 1)
+        assert r.engine.wants_weights.is_set()
 
     play(test, 2)
 

@@ -186,13 +186,13 @@ class SGLangEngine:
         self._pool.release(session)
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`. Raises EngineError where no server gave its memory back."""
+        """See `Engine.sleep`. Raises EngineError where all servers refuse."""
         self._asleep = True
         members = self._pool.alive
         failed = await lend_memory(members, self._config.sync_timeout_s)
         for cause in failed:
             logger.warning("a server keeps its memory: %s", cause)
-        if len(failed) == len(members):
+        if failed and len(failed) == len(members):
             raise EngineError("no server lent its memory: " + "; ".join(failed))
 
     async def update_weights(

@@ -8,15 +8,18 @@ A server that fails a step takes no further one. While it goes on, no server may
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.protocols import EngineError, Probe, Sent, SyncError, Transport, Weights
 from rollout.engines.sglang_pool import Member
-from rollout.engines.sglang_server import SGLangServer
+from rollout.engines.sglang_server import Lost, SGLangServer
 
 QUIET_S = 30.0  # until aborted requests have ended
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
+
+logger = logging.getLogger("agentrl")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +34,10 @@ class Update:
     adapter: str | None = None  # that holds the weights, where one does
     failed: dict[str, str] = field(default_factory=dict)  # url -> cause
     differences: dict[str, float] = field(default_factory=dict)  # url -> |logprob - learner's|
+    lives: list[int] = field(init=False)  # of the members, when this began
+
+    def __post_init__(self) -> None:
+        self.lives = [member.server.life for member in self.members]
 
     async def run(self, transport: Transport, weights: Weights, timeout_s: float) -> Sent:
         """Raises whatever `weights` or the transport as a whole raises."""
@@ -68,7 +75,7 @@ class Update:
         await take_back(member, "weights")  # the KV cache last: so long, the learner has its memory
 
     async def _finish(self, member: Member, deadline: float) -> None:
-        server = member.server
+        server, number = member.server, self.members.index(member)
         async with asyncio.timeout_at(deadline):
             await take_back(member, "kv_cache")
             await flush(server, deadline)
@@ -78,13 +85,15 @@ class Update:
                 raise SyncError(f"{server.url} says its weights are {echo!r}")
             logprobs = await server.score(
                 self.probe.token_ids,
-                rid=f"{self.rid}-{self.members.index(member):04}",
+                rid=f"{self.rid}-{number:04}",
                 weight_version=self.weight_version,
                 adapter=self.adapter,
             )
-            self.differences[server.url] = self.probe.check(logprobs, self.version, server.url)
-        if member.alive:
-            member.version = self.version
+            difference = self.probe.check(logprobs, self.version, server.url)
+        # The probe alone cannot tell: weights of an earlier version may pass it.
+        if not member.alive or server.life != self.lives[number]:
+            raise SyncError(f"{server.url} died, and lost what it was sent")
+        self.differences[server.url], member.version = difference, self.version
 
 
 async def be_quiet(server: SGLangServer) -> None:
@@ -132,7 +141,10 @@ async def take_back(member: Member, tag: str) -> None:
 
 
 async def lend_memory(members: Sequence[Member], timeout_s: float) -> list[str]:
-    """Let servers give up weights and KV cache; why some did not. None of them serves any more."""
+    """Let servers give up weights and KV cache; why some refused. None of them serves any more.
+
+    One that does not answer is left to the watcher: the dead have nothing to lend.
+    """
     failed: list[str] = []
     deadline = asyncio.get_running_loop().time() + timeout_s
 
@@ -147,6 +159,9 @@ async def lend_memory(members: Sequence[Member], timeout_s: float) -> list[str]:
                 timeout_s=timeout_s,
             )
             member.lent = {"kv_cache", "weights"}
+        except Lost as error:
+            logger.warning("%s", error)
+            member.suspect.set()
         except EngineError as error:
             failed.append(str(error))
 
