@@ -19,6 +19,7 @@ from agentrl.config import ConfigError, SGLangConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
+UNUSED_CONTEXT_TOKENS = 8  # it refuses prompts that come so near to the end of its context
 CPU_KV_TOKENS = 16384  # SGLang itself would take half of the memory
 TAIL_BYTES, TAIL_LINES, LINE_CHARACTERS = 64 * 1024, 15, 300
 PROMPT = "$ "
@@ -92,6 +93,11 @@ def find_interpreter(python: str | None) -> str:
     )
 
 
+def context_length(max_context_tokens: int, max_positions: int) -> int:
+    """Of a server whose requests have up to `max_context_tokens`, as far as the model goes."""
+    return min(max_context_tokens + UNUSED_CONTEXT_TOKENS, max_positions)
+
+
 def hold_port() -> socket.socket:
     """A free port of this machine, which only a server that reuses addresses can still listen on.
 
@@ -133,7 +139,8 @@ def launch_command(
         "nccl-port": nccl_port,
         "log-level-http": "warning",
     }
-    flags = []
+    # The probe of the first update warms it up; SGLang's own request would run into that update.
+    flags = ["--skip-server-warmup"]
     if config.colocate:
         flags += ["--enable-memory-saver"]
     if launch.gpus:
@@ -144,7 +151,7 @@ def launch_command(
             "attention-backend": "torch_native",
             "max-total-tokens": max(launch.context_tokens, CPU_KV_TOKENS),
         }
-        flags += ["--sleep-on-idle", "--skip-server-warmup"]
+        flags += ["--sleep-on-idle"]
     for argument in config.server_args:
         if argument.split("=")[0] in ("--host", "--port"):
             raise ConfigError(

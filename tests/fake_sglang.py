@@ -81,6 +81,7 @@ class FakeSGLang:
     """By path: what to answer instead of what is right; None: what is right."""
     missing_routes: set[str] = field(default_factory=set)
     hung: bool = False  # nothing is answered
+    slow: dict[str, float] = field(default_factory=dict)  # by path: seconds until it is answered
     lose_aborts: int = 0  # so many are answered and not heard
     lose_buckets: int = 0  # so many are answered and not applied
     stale_flushes: bool = False  # a flush is answered and does nothing
@@ -160,6 +161,8 @@ class FakeSGLang:
             self.most_connections = max(self.most_connections, connections)
         if self.hung:
             await asyncio.sleep(3600)
+        if path in self.slow:
+            await asyncio.sleep(self.slow[path])
         answer = self.answers[path]() if path in self.answers else None
         return answer if answer is not None else await handler(request)
 

@@ -76,6 +76,12 @@ def test_servers_that_share_gpus_with_the_learner_can_give_memory_back(tmp_path)
     assert "--enable-memory-saver" in command(SGLangConfig(colocate=True), tmp_path, gpus=[0])
 
 
+@pytest.mark.parametrize("gpus", [[], [0]])
+def test_no_request_of_a_servers_own_runs_into_the_first_update(gpus, tmp_path):
+    """It would be aborted, or find its memory lent; SGLang ends itself when it fails."""
+    assert "--skip-server-warmup" in command(SGLangConfig(), tmp_path, gpus=gpus)
+
+
 def test_on_a_cpu_the_cache_is_bounded_and_an_idle_server_sleeps(tmp_path):
     arguments = command(SGLangConfig(), tmp_path)
     assert {"--device=cpu", "--sleep-on-idle", "--max-total-tokens=16384"} <= {*arguments}

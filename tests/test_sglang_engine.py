@@ -394,6 +394,19 @@ def test_requests_that_do_not_end_keep_the_weights_out(monkeypatch: pytest.Monke
     play(test)
 
 
+def test_a_busy_scheduler_does_not_keep_its_server_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it computes a long prompt, only what needs no scheduler is answered."""
+    monkeypatch.setattr("rollout.engines.sglang_server.CONTROL_S", 0.1)
+
+    async def test(r: Rig) -> None:
+        (server,) = r.servers
+        server.slow = {"/v1/loads": 0.3}
+        asyncio.get_running_loop().call_later(0.25, server.slow.clear)
+        assert (await r.sync(1))["sync/num_servers"] == 1
+
+    play(test)
+
+
 def test_a_flush_that_fails_for_a_while_is_repeated() -> None:
     async def test(r: Rig) -> None:
         (server,) = r.servers

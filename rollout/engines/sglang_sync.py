@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from agentrl.protocols import EngineError, Probe, Sent, SyncError, Transport, Weights
@@ -102,20 +103,21 @@ async def be_quiet(server: SGLangServer) -> None:
     Raises:
         SyncError: some are.
     """
-    pause_s, running, waiting = POLL_S, 0, 0
+    pause_s, left = POLL_S, "requests"
     try:
         async with asyncio.timeout(QUIET_S):
             while True:
                 await server.abort()  # again: an abort does not reach a request on its way
-                running, waiting = await server.loads()
-                if not running + waiting:
-                    return
+                with suppress(Lost):  # the scheduler hears nothing while it computes a prompt
+                    running, waiting = await server.loads()
+                    if not running + waiting:
+                        return
+                    left = f"{running} running and {waiting} waiting requests"
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_POLL_S)
     except TimeoutError:
         raise SyncError(
-            f"{server.url} still has {running} running and {waiting} waiting requests "
-            f"{QUIET_S:g} s after they were aborted"
+            f"{server.url} still has {left} {QUIET_S:g} s after they were aborted"
         ) from None
 
 
