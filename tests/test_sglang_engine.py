@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.protocols import EngineDied, EngineError
+from agentrl.protocols import EngineDied, EngineError, SyncError
 from agentrl.types import Completion
 from rollout.engines import sglang_pool, sglang_watch
 from rollout.engines.sglang_reply import BadReply
@@ -806,6 +806,25 @@ def test_a_server_that_ends_during_an_update_is_brought_back() -> None:
         assert r.engine.pop_metrics()["engine/servers"] == 2
 
     play(test, 2)
+
+
+def test_when_the_only_server_ends_during_an_update_the_next_one_waits_for_it() -> None:
+    async def test(r: Rig) -> None:
+        (server,) = r.servers
+
+        class Deadly(FakeTransport):
+            async def send(self, weights: Any, servers: Any) -> Any:
+                await server.die()
+                return await super().send(weights, servers)
+
+        transport, r.engine._transport = r.engine._transport, Deadly()
+        with pytest.raises(SyncError, match="no server took version 1"):
+            await r.sync(1)
+        r.engine._transport = transport
+        assert (await r.sync(1))["sync/num_servers"] == 1
+        assert r.fleet.recovered == [server.url]
+
+    play(test)
 
 
 def test_a_server_that_came_back_during_an_update_is_not_taken_for_updated() -> None:

@@ -132,13 +132,13 @@ class Pool:
         return False
 
     async def wait_until_alive(self) -> None:
-        """Return when a server can be given weights.
+        """Return when a server can be given weights; the watcher has the last word on suspects.
 
         Raises:
             EngineDied: none will be.
         """
         self.refuse_if_down()
-        while not self.alive:
+        while all(member.suspect.is_set() for member in self.alive):
             await self._changed.wait()
             self.refuse_if_down()
 

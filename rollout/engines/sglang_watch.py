@@ -61,7 +61,7 @@ class Watcher:
         url = member.server.url
         try:
             while True:
-                cause = await self._until_dead(member)
+                cause = await self._until_dead(member, pool)
                 logger.warning("%s: its requests go elsewhere, and it is brought back", cause)
                 pool.lose(member)
                 try:
@@ -81,8 +81,8 @@ class Watcher:
             pool.fail(f"the watch over {url} broke: {error!r}")
             raise
 
-    async def _until_dead(self, member: Member) -> str:
-        """The cause."""
+    async def _until_dead(self, member: Member, pool: Pool) -> str:
+        """The cause. A suspicion lasts until a probe says that it was none."""
         ended = asyncio.create_task(self._fleet.ended(member.server.url))
         misses, pause_s = 0, PROBE_EVERY_S
         try:
@@ -94,14 +94,16 @@ class Watcher:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 suspected.cancel()
-                member.suspect.clear()
                 if ended.done():
                     return ended.result()
                 if asyncio.get_running_loop().time() < self._lease_until:
+                    member.suspect.clear()
                     continue
                 try:
                     await self._probe(member)
                     misses, pause_s = 0, PROBE_EVERY_S
+                    member.suspect.clear()
+                    pool.notify()
                 except EngineError as error:
                     misses, pause_s = misses + 1, PROBE_AGAIN_S
                     if misses == MISSES:
