@@ -88,6 +88,21 @@ def test_an_engine_with_weights_of_its_own_gets_the_learners(tmp_path, model):
     assert parts.engine.version == parts.learner.version == 2
 
 
+def test_weights_that_reach_no_server_are_sent_once_more(tmp_path, model):
+    parts = Parts(tmp_path, model, share_weights=False, eval__num_tasks=0)
+    update, failed = parts.engine._update_weights, set()
+
+    def fails_at_first(weights, version, probe):
+        if version not in failed:
+            failed.add(version)
+            raise SyncError("a server died")
+        return update(weights, version, probe)
+
+    parts.engine._update_weights = fails_at_first
+    parts.train()
+    assert failed == {0, 1, 2} and parts.engine.version == 2
+
+
 def test_an_engine_with_other_weights_stops_the_run_and_the_step_is_saved(tmp_path, model):
     parts = Parts(tmp_path, model, share_weights=False, eval__num_tasks=0)
     update = parts.engine._update_weights

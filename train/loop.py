@@ -11,6 +11,7 @@ and Ctrl-C waits for the end of an update.
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,12 +19,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from agentrl.config import RunConfig
-from agentrl.protocols import Probe, Rollouts
+from agentrl.protocols import Probe, Rollouts, SyncError
 from agentrl.summary import summarize
 from train.checkpoint import Checkpoint
 from train.display import Display
 from train.learner import Learner
 from train.record import RunRecord
+
+logger = logging.getLogger("agentrl")
 
 
 def train(
@@ -50,6 +53,7 @@ def train(
     step = resumed.step if resumed else 0
     state = rollouts.state_dict()
 
+    @once_more
     def sync() -> dict[str, float]:
         display.phase("sync")
         logprobs = learner.logprobs(probe_ids)
@@ -117,6 +121,19 @@ def timed(name: str, function: Any, *args: Any) -> dict[str, float]:
     started = time.perf_counter()
     metrics = function(*args)
     return metrics | {f"time/{name}": time.perf_counter() - started}
+
+
+def once_more(sync: Callable[[], dict[str, float]]) -> Callable[[], dict[str, float]]:
+    """`sync`, again where it fails at all servers: one that died took along those in its group."""
+
+    def try_twice() -> dict[str, float]:
+        try:
+            return sync()
+        except SyncError as error:
+            logger.warning("the weights are sent once more: %s", error)
+        return sync()
+
+    return try_twice
 
 
 def is_due(step: int, every: int) -> bool:
