@@ -1,6 +1,6 @@
 """What can be said of a run before it starts: its plan, and whether all that it needs works here.
 
-`train.py` asks; beside it this is the only file that knows all rooms.
+`train.py` asks; what it tries is built by `parts.py`, as a run's is.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -28,19 +28,29 @@ from agentrl.config import ConfigError, RunConfig
 from agentrl.env import EnvNotFound, make_env, tasks_of, to_messages
 from agentrl.memory import BF16, FP32, GIB, Machine, gib, num_concurrent, read_shape
 from agentrl.models import ModelError
-from agentrl.plan import make_plan
+from agentrl.plan import make_plan, tool_limits
 from agentrl.protocols import Engine, EngineError, Probe
 from agentrl.renderer import RendererError
 from agentrl.report import Report
 from agentrl.threads import run_in_thread
 from agentrl.types import Message, Sampling
+from parts import (
+    EngineKind,
+    choose_engine,
+    make_engine,
+    make_learner,
+    make_probe,
+    make_renderer,
+    make_servers,
+)
 from rollout.engines.local_load import fast_dtype
-from rollout.engines.sglang_server import SGLangServer, open_http
+from rollout.engines.sglang_server import OLDEST, SGLangServer, open_http, release
 from rollout.launch import (
     CPU_KV_TOKENS,
     HOST,
     Launch,
     assign_gpus,
+    context_length,
     find_interpreter,
     hold_port,
     launch_command,
@@ -48,11 +58,9 @@ from rollout.launch import (
 from rollout.server import Fleet
 from train.weight_sync import is_local
 
-OLDEST, NEWEST_KNOWN = (0, 5, 15), (0, 5, 23)  # releases of SGLang
+NEWEST_KNOWN = (0, 5, 23)  # release of SGLang whose sources were read
 ASK_VERSION = "from importlib.metadata import version; print(version('sglang'))"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-EngineKind = Literal["sglang", "local"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +120,11 @@ def dry_run(config: RunConfig, env: Any, engine: EngineKind, gpus: Gpus) -> None
         if not HUB_ID.fullmatch(name):
             raise
         shape = str(error)
-    tools = [(tool.name, tool.timeout_s) for tool in getattr(env, "tools", ()) if not tool.inline]
-    plan = make_plan(config, machine, shape, tools)
+    plan = make_plan(config, machine, shape, tool_limits(env))
     if engine == "sglang" and config.sglang.urls:
-        plan.sections["start these servers, each on its machine"] = launch_commands(config, machine)
+        plan.sections["start these servers, each on its machine"] = launch_commands(
+            config, machine, sys.maxsize if isinstance(shape, str) else shape.max_positions
+        )
     elif engine == "sglang" and not gpus.assumed:
         find_interpreter(config.sglang.python)
     print(plan)
@@ -123,12 +132,12 @@ def dry_run(config: RunConfig, env: Any, engine: EngineKind, gpus: Gpus) -> None
         raise ConfigError("this cannot run: " + "\n".join(plan.objections))
 
 
-def launch_commands(config: RunConfig, machine: Machine) -> list[str]:
+def launch_commands(config: RunConfig, machine: Machine, max_positions: int) -> list[str]:
     """What starts the servers that `sglang.urls` names, counting GPUs anew on each machine."""
     launch = Launch(
         model_path=config.model.name_or_path,
         dtype="bfloat16" if machine.engine_bytes == BF16 else "float32",
-        context_tokens=config.rollout.max_context_tokens,
+        context_tokens=context_length(config.rollout.max_context_tokens, max_positions),
         max_requests=num_concurrent(config),
         log_folder=Path(),
         gpus=[0],
@@ -148,23 +157,13 @@ def launch_commands(config: RunConfig, machine: Machine) -> list[str]:
     return commands
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Builders:
-    """How `train.py` builds the parts of a run."""
-
-    learner: Callable[[RunConfig, Path], tuple[Any, Any]]  # and its tokenizer
-    renderer: Callable[[RunConfig, Any, Any], Any]  # of an env and a tokenizer
-    servers: Callable[[RunConfig, Any, Path], Fleet | None]  # None: the engine is embedded
-    engine: Callable[[RunConfig, Any, Fleet | None, Path], Engine]
-    probe: Callable[[RunConfig, Any, Any], Probe]  # of a learner and a renderer
-
-
-def examine(config: RunConfig, env: Any, kind: EngineKind, builders: Builders) -> bool:
+def examine(config: RunConfig, env: Any) -> bool:
     """Try everything that the run needs, once; leave nothing behind. Whether all of it works.
 
     A check that fails stops only those that need its result.
     """
     report = Report(ConfigError, EngineError, ModelError, EnvNotFound, RendererError)
+    kind = choose_engine(config)
     gpus = Gpus.here()
     with report.check("versions") as say:
         packages = ("torch", "transformers", "accelerate", "gymnasium")
@@ -187,11 +186,11 @@ def examine(config: RunConfig, env: Any, kind: EngineKind, builders: Builders) -
     messages: list[Message] = []
     with report.check("env") as say:
         messages = asyncio.run(_reset(config, env))
-        limits = [f"{t.name} {t.timeout_s:g} s" for t in getattr(env, "tools", ()) if not t.inline]
+        limits = [f"{name} {seconds:g} s" for name, seconds in tool_limits(env)]
         say(f"reset gives {len(messages)} messages within {config.rollout.env_timeout_s:g} s")
         say("time limits of tools: " + (", ".join(limits) or "none needs one"))
     with tempfile.TemporaryDirectory(prefix="agentrl-doctor-") as folder:
-        _examine_model(report, config, env, messages, builders, Path(folder))
+        _examine_model(report, config, env, messages, Path(folder))
     report.finish()
     return not report.num_failed
 
@@ -226,10 +225,10 @@ def _sglang_version(python: str) -> str:
         last = asked.stderr.strip().splitlines()[-1:]
         raise ConfigError(f"{python} has no SGLang ({' '.join(last)}): see docs/sglang.md")
     found = asked.stdout.strip()
-    release = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
-    if release < OLDEST:
-        raise ConfigError(f"{python} has SGLang {found}; 0.5.15 is the oldest that works")
-    newer = ", newer than any that agentrl knows" if release > NEWEST_KNOWN else ""
+    if release(found) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(f"{python} has SGLang {found}; {oldest} is the oldest that works")
+    newer = ", newer than any that agentrl knows" if release(found) > NEWEST_KNOWN else ""
     return f"{found} in {python}{newer}"
 
 
@@ -238,16 +237,15 @@ def _examine_model(
     config: RunConfig,
     env: Any,
     messages: list[Message],
-    builders: Builders,
     folder: Path,
 ) -> None:
     learner = renderer = engine = fleet = None
     with report.check("model") as say:
-        learner, tokenizer = builders.learner(config, folder)
+        learner, tokenizer = make_learner(config, folder)
         size = sum(p.numel() for p in learner.model.parameters())
         device = learner.accelerator.device
         say(f"{config.model.name_or_path}: {size / 1e9:.3g} billion parameters on {device}")
-        renderer = builders.renderer(config, env, tokenizer)
+        renderer = make_renderer(config, env, tokenizer)
     if learner is None or renderer is None:
         for name in ("template", "disk", "engine"):
             report.skip(name, "needs the model")
@@ -260,13 +258,13 @@ def _examine_model(
     with report.check("disk") as say:
         say(_room_on_disk(config, sum(p.numel() for p in learner.model.parameters())))
     with report.check("engine") as say:
-        fleet = builders.servers(config, learner, folder)
-        engine = builders.engine(config, learner, fleet, folder)
+        fleet = make_servers(config, learner, folder)
+        engine = make_engine(config, learner, fleet, folder)
         say(type(engine).__name__)
     if engine is None:
         report.skip("start", "needs the engine")
         return
-    probe = builders.probe(config, learner, renderer)
+    probe = make_probe(config, learner, renderer)
     asyncio.run(_examine_engine(report, config, engine, fleet, learner, renderer, probe, prompt))
 
 

@@ -20,7 +20,7 @@ PROCESS_GIB = 1.0  # of a process on a CPU: interpreter and libraries, about
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a model's memory follows from.
+    """What a model's memory follows from, and how long its sequences may be.
 
     Example:
         shape.kv_bytes_per_token(BF16)  ->  131072, with 32 layers of 8 KV heads of 128
@@ -32,6 +32,7 @@ class ModelShape:
     head_dim: int
     hidden_size: int
     intermediate_size: int
+    max_positions: int  # tokens of the longest sequence
 
     def kv_bytes_per_token(self, num_bytes: int, num_gpus: int = 1) -> int:
         """Over all GPUs; with more of them than KV heads, each holds one."""
@@ -74,6 +75,7 @@ def read_shape(name_or_path: str) -> ModelShape:
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         hidden_size=text.hidden_size,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        max_positions=text.max_position_embeddings,
     )
 
 

@@ -43,7 +43,10 @@ def make_plan(
         plan.sections["memory"] = [shape]
     else:
         plan.sections["memory"] = list(memory(config, machine, shape, plan.objections))
-    plan.sections["time limits"] = list(time_limits(config, machine, tools))
+    plan.sections["time limits"] = [
+        f"{name:<26} {seconds:>6g} s  {meaning}"
+        for name, seconds, meaning in time_limits(config, machine.engine, tools)
+    ]
     return plan
 
 
@@ -109,10 +112,15 @@ def batch_arithmetic(config: RunConfig) -> Iterator[str]:
     )
 
 
+def tool_limits(env: Any) -> list[tuple[str, float]]:
+    """Name and time limit, in seconds, of the env's tools that have one."""
+    return [(tool.name, tool.timeout_s) for tool in getattr(env, "tools", ()) if not tool.inline]
+
+
 def time_limits(
-    config: RunConfig, machine: Machine, tools: Sequence[tuple[str, float]]
-) -> Iterator[str]:
-    """Seconds, whom they bound, and what happens then."""
+    config: RunConfig, engine: str, tools: Sequence[tuple[str, float]]
+) -> list[tuple[str, float, str]]:
+    """All of them, for none may hide: the name, seconds, whom they bound and what happens then."""
     rollout, sglang = config.rollout, config.sglang
     rows = [
         *(
@@ -125,13 +133,12 @@ def time_limits(
         ("rollout.episode_timeout_s", rollout.episode_timeout_s, "an attempt: a fault, retried"),
         ("rollout.watchdog_s", rollout.watchdog_s, "no progress: a table of what is pending"),
     ]
-    if machine.engine == "sglang":
+    if engine == "sglang":
         rows += [
             ("sglang.start_timeout_s", sglang.start_timeout_s, "a server's start: given up"),
             ("sglang.sync_timeout_s", sglang.sync_timeout_s, "an update: its server is taken out"),
         ]
-    for name, seconds, meaning in rows:
-        yield f"{name:<26} {seconds:>6g} s  {meaning}"
+    return rows
 
 
 def describe(config: RunConfig, engine: str) -> list[str]:
@@ -158,24 +165,15 @@ def require_room(config: RunConfig) -> None:
         )
 
 
-def list_time_limits(config: RunConfig, env: Any) -> str:
-    """All of them in a line, for none may hide; a tool's must fit into the call it is part of."""
-    rollout = config.rollout
-    tools = [(t.name, t.timeout_s) for t in getattr(env, "tools", ()) if not t.inline]
+def require_time(config: RunConfig, tools: Sequence[tuple[str, float]]) -> None:
+    """A tool is called within a step of the env: its limit must be the shorter one."""
+    step_s = config.rollout.env_timeout_s
     for name, timeout_s in tools:
-        if timeout_s >= rollout.env_timeout_s:
+        if timeout_s >= step_s:
             raise ConfigError(
-                f"tool {name} may take {timeout_s:g} s, but rollout.env_timeout_s="
-                f"{rollout.env_timeout_s:g} ends the env's step before; raise it over {timeout_s:g}"
+                f"tool {name} may take {timeout_s:g} s, but rollout.env_timeout_s={step_s:g} ends "
+                f"the env's step before; raise it over {timeout_s:g}"
             )
-    limits = [
-        *tools,
-        ("env call", rollout.env_timeout_s),
-        ("generation", rollout.generate_timeout_s),
-        ("scoring", rollout.score_timeout_s),
-        ("episode", rollout.episode_timeout_s),
-    ]
-    return "time limits: " + ", ".join(f"{name} {seconds:g} s" for name, seconds in limits)
 
 
 def _gpus(gpus: Sequence[int]) -> str:

@@ -38,6 +38,5 @@ class Report:
         print(failed if self.num_failed else f"{checks}, all passed", flush=True)
 
     def _line(self, result: str, name: str, text: str) -> None:
-        first, *more = text.splitlines() or [""]
-        print(f"{result:<8}{name:<16}{first}", *(f"{'':<24}{line}" for line in more), sep="\n",
-              flush=True)  # fmt: skip
+        indented = text.replace("\n", "\n" + " " * 24)
+        print(f"{result:<8}{name:<16}{indented}", flush=True)

@@ -453,7 +453,7 @@ def test_servers_to_connect_to_are_told_how_to_start(tmp_path, model, capsys):
     assert [re.search(r"--port=(\d+).*gpu-id=(\d)", c).groups() for c in commands] == [
         ("30000", "0"), ("30001", "1"), ("30000", "0")
     ]  # fmt: skip
-    assert all("--host=0.0.0.0" in c and "--context-length=128" in c for c in commands)
+    assert all("--host=0.0.0.0" in c and "--context-length=136" in c for c in commands)
     assert "by distributed" in text
 
 
@@ -495,11 +495,10 @@ def test_a_doctor_tries_everything_and_leaves_nothing(tmp_path, model, capsys, m
     ids=["env raises", "env hangs", "model", "no interpreter", "no SGLang in it"],
 )
 def test_a_check_that_fails_says_why_and_the_others_go_on(
-    tmp_path, model, capsys, monkeypatch, arguments, failed, said
+    tmp_path, model, capsys, arguments, failed, said
 ):
-    monkeypatch.setattr(door, "make_servers", lambda *a: None)
     checks = doctor(capsys, write_config(tmp_path, model), *arguments, code=1)
-    assert said in checks[failed[0]] and checks[failed[0]].startswith("FAILED")
+    assert all(said in checks[name] and checks[name].startswith("FAILED") for name in failed)
     assert checks["versions"].startswith("ok") and ("disk" in checks)
 
 

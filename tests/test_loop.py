@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 from agentrl.config_file import load_config
 from agentrl.metrics import load_metrics
-from agentrl.protocols import SyncError
+from agentrl.protocols import Probe, SyncError
 from agentrl.renderer import Renderer
 from rollout.engines.local import LocalEngine
 from rollout.manager import RolloutManager
@@ -75,7 +75,11 @@ class Parts:
     def train(self):
         with self.rollouts:
             args = (self.config, self.learner, self.rollouts, self.record, self.display)
-            train(*args, None, list(range(40, 72)), 1e-3)
+            train(*args, None, self.probe)
+
+    def probe(self):
+        ids = list(range(40, 72))
+        return Probe(token_ids=ids, logprobs=self.learner.logprobs(ids), tolerance=1e-3)
 
     def metrics(self):
         return load_metrics(self.folder / "metrics.jsonl")

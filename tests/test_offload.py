@@ -113,6 +113,6 @@ def test_servers_sleep_then_the_optimizer_comes_and_goes_and_then_they_wake(tmp_
         def __getattr__(self, name):
             return lambda *args, **kwargs: None
 
-    train(config, learner, Rollouts(), Seen(), Seen(), None, [1, 2, 3], 1.0)
+    train(config, learner, Rollouts(), Seen(), Seen(), None, lambda: None)
     step_calls = ["sample", "sleep", "here", "train", "away", "sync"]
     assert calls == ["sync", *step_calls * 2]

@@ -17,6 +17,7 @@ LLAMA_8B = ModelShape(
     head_dim=128,
     hidden_size=4096,
     intermediate_size=14336,
+    max_positions=131072,
 )
 ON_GPU = Machine(
     engine="sglang", engine_bytes=BF16, bf16=True, memory_gib=139, gpus=[0, 1], servers=[[1]]

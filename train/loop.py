@@ -36,15 +36,13 @@ def train(
     record: RunRecord,
     display: Display,
     resumed: Checkpoint | None,
-    probe_ids: list[int],
-    sync_tolerance: float,
+    make_probe: Callable[[], Probe],
 ) -> None:
     """Run the batches that are left of `config.max_steps`; evaluate before, between and after.
 
     Args:
         resumed: what learner and rollouts were loaded from.
-        probe_ids: tokens of a text, on which learner and engine must agree after each sync.
-        sync_tolerance: mean |learner - engine| logprob of the probe, in nats, that passes.
+        make_probe: what the learner says of some tokens now, for the engine to agree with.
 
     Raises:
         KeyboardInterrupt: after a checkpoint was saved.
@@ -56,9 +54,7 @@ def train(
     @once_more
     def sync() -> dict[str, float]:
         display.phase("sync")
-        logprobs = learner.logprobs(probe_ids)
-        probe = Probe(token_ids=probe_ids, logprobs=logprobs, tolerance=sync_tolerance)
-        return rollouts.update_weights(learner.weights(), learner.version, probe)
+        return rollouts.update_weights(learner.weights(), learner.version, make_probe())
 
     try:
         sync()

@@ -42,6 +42,11 @@ KEEP_ALIVE_S = 2.0  # less than SGLang's 5: a connection must not close under a 
 logger = logging.getLogger("agentrl")
 
 
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version such as 0.5.15.post1: (0, 5, 15)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
 class Unavailable(EngineError):
     """The server did not answer; another, or this one later, may answer the same request."""
 
@@ -80,9 +85,8 @@ class ServerInfo:
         self, *, run_id: str, max_context_tokens: int, architecture: str | None, take_over: bool
     ) -> str | None:
         """Why this server cannot serve the run, and what to do; None: it can."""
-        version = tuple(int(part) for part in re.findall(r"\d+", self.sglang)[:3])
         oldest = ".".join(map(str, OLDEST))
-        if version < OLDEST:
+        if release(self.sglang) < OLDEST:
             return f"it runs SGLang {self.sglang}, and {oldest} is the oldest that works"
         if missing := ROUTES - self.routes:
             return f"it does not serve {', '.join(sorted(missing))}, as SGLang {oldest} does"

@@ -1,0 +1,183 @@
+"""The parts of a run, each built from its config."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import accelerate
+import torch
+
+from agentrl.config import ConfigError, RunConfig
+from agentrl.env import make_env, open_env, tasks_of
+from agentrl.memory import num_concurrent
+from agentrl.models import locate_model
+from agentrl.protocols import Engine, Probe
+from agentrl.renderer import Renderer
+from agentrl.rubric import load_rewards
+from agentrl.types import Message
+from rollout.engines.local import LocalEngine
+from rollout.engines.local_load import engine_dtype, fast_dtype
+from rollout.engines.sglang import SGLangEngine
+from rollout.launch import context_length
+from rollout.manager import RolloutManager
+from rollout.server import Fleet, make_fleet
+from rollout.tasks import TaskStream
+from train.display import EpisodeCount
+from train.learner import Learner
+from train.model import load_model
+from train.weight_sync import make_transport
+
+EngineKind = Literal["sglang", "local"]
+
+PROBE = (
+    "A farmer's 16 hens lay an egg a day each. She eats 3, bakes with 4 and sells the rest for 2 "
+    "dollars apiece. How much does she earn in a week, and what would she earn in 2048?"
+)
+# Mean |learner - engine| logprob, in nats, that arithmetic of another order may cause.
+SYNC_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
+
+
+def mixed_precision(config: RunConfig) -> str:
+    """Of the learner's forward pass."""
+    if config.model.mixed_precision == "auto":
+        return "bf16" if fast_dtype() is torch.bfloat16 else "no"
+    return config.model.mixed_precision
+
+
+def choose_engine(config: RunConfig, num_gpus: int | None = None) -> EngineKind:
+    """What `rollout.engine` stands for here, or with so many GPUs."""
+    if config.rollout.engine != "auto":
+        return config.rollout.engine
+    num_gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
+    return "sglang" if num_gpus or config.sglang.urls else "local"
+
+
+def make_learner(config: RunConfig, folder: Path) -> tuple[Learner, Any]:
+    """The learner and its tokenizer."""
+    accelerator = accelerate.Accelerator(
+        mixed_precision=mixed_precision(config),
+        log_with=list(config.report_to) or None,
+        project_dir=str(folder),
+    )
+    accelerate.utils.set_seed(config.seed)
+    model, tokenizer = load_model(config.model, seed=config.seed)
+    return Learner(model, config, accelerator), tokenizer
+
+
+def make_renderer(config: RunConfig, env: Any, tokenizer: Any) -> Renderer:
+    return Renderer(
+        tokenizer,
+        tool_format=config.rollout.tool_format,
+        tools=[tool.schema for tool in getattr(env, "tools", ())],
+        history=config.rollout.history,
+    )
+
+
+def make_servers(config: RunConfig, learner: Learner, folder: Path) -> Fleet | None:
+    """The servers of an SGLang engine, not started yet; None: the engine is embedded."""
+    if choose_engine(config) == "local":
+        return None
+    text = learner.model.config.get_text_config()
+    return make_fleet(
+        config.sglang,
+        model_path=locate_model(config.model.name_or_path),
+        dtype=str(engine_dtype(config.rollout)).removeprefix("torch."),
+        context_tokens=context_length(
+            config.rollout.max_context_tokens, text.max_position_embeddings
+        ),
+        max_requests=num_concurrent(config),
+        log_folder=folder / "logs",
+        gpus=range(torch.cuda.device_count()),
+        num_learner_gpus=learner.accelerator.num_processes,
+    )
+
+
+def make_engine(config: RunConfig, learner: Learner, fleet: Fleet | None, folder: Path) -> Engine:
+    rollout, model = config.rollout, learner.model
+    if fleet is None:
+        return LocalEngine(
+            model,
+            num_slots=rollout.max_concurrent_generations,
+            max_context_tokens=rollout.max_context_tokens,
+            dtype=engine_dtype(rollout),
+            share_weights=rollout.max_staleness == 0,
+        )
+    transport = make_transport(
+        config.sglang,
+        device=learner.accelerator.device,
+        model_path=locate_model(config.model.name_or_path),
+        tied=model.all_tied_weights_keys,
+        folder=folder / "weights",
+    )
+    return SGLangEngine(
+        fleet,
+        transport,
+        config.sglang,
+        run_id=learner.run_id,
+        max_context_tokens=rollout.max_context_tokens,
+        max_concurrent=num_concurrent(config),
+        architecture=(model.config.architectures or [None])[0],
+    )
+
+
+def make_rollouts(
+    config: RunConfig,
+    env: Any,
+    learner: Learner,
+    renderer: Renderer,
+    folder: Path,
+    on_episode: EpisodeCount,
+) -> RolloutManager:
+    eval_kwargs = config.env.kwargs | config.eval.env_kwargs
+    eval_tasks = None
+    with unfit():
+        tasks = TaskStream(tasks_of(env, "train"), config.seed)
+        if config.eval.num_tasks:
+            eval_tasks = TaskStream(tasks_of(open_env(config.env.id, eval_kwargs), "test"), 0)
+        rubric = load_rewards(config.env.reward_funcs, config.env.reward_weights)
+    engine = make_engine(config, learner, make_servers(config, learner, folder), folder)
+    try:
+        return RolloutManager(
+            engine=engine,
+            rubric=rubric,
+            make_env=partial(make_env, config.env.id, **config.env.kwargs),
+            renderer=renderer,
+            config=config.rollout,
+            tasks=tasks,
+            eval_make_env=partial(make_env, config.env.id, **eval_kwargs),
+            eval_config=config.eval,
+            eval_tasks=eval_tasks,
+            seed=config.seed,
+            on_episode=on_episode,
+        )
+    except ValueError as error:
+        asyncio.run(engine.close())
+        raise ConfigError(str(error)) from error
+
+
+def make_probe(config: RunConfig, learner: Learner, renderer: Renderer) -> Probe:
+    """A text, of as many tokens as an engine of short contexts can score."""
+    ids = renderer.prompt([Message(role="user", content=PROBE)])
+    ids = ids[: max(2, config.rollout.max_context_tokens // 2)]
+    return Probe(token_ids=ids, logprobs=learner.logprobs(ids), tolerance=sync_tolerance(config))
+
+
+def sync_tolerance(config: RunConfig) -> float:
+    """Servers that are connected to may be in bfloat16, unless `engine_dtype` says otherwise."""
+    if config.sglang.urls and config.rollout.engine_dtype == "auto":
+        return SYNC_TOLERANCE[torch.bfloat16]
+    return SYNC_TOLERANCE[engine_dtype(config.rollout)]
+
+
+@contextmanager
+def unfit() -> Iterator[None]:
+    """Tasks, rewards and options that do not fit each other are bad input."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
