@@ -157,7 +157,8 @@ class SGLangConfig(Section):
     """More arguments of `sglang.launch_server`, such as --chunked-prefill-size=4096."""
     weight_sync: Literal["auto", "tensor", "distributed", "disk"] = "auto"
     """tensor: through memory of this machine. distributed: a process group with the servers.
-    disk: a folder that both see. auto: tensor where mode is spawn, else distributed.
+    disk: a folder that both see. auto: tensor where all servers are on this machine, else
+    distributed.
     """
     bucket_mb: int = Field(default=512, ge=1)
     """Megabytes of weights on their way at once."""
