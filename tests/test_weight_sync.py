@@ -490,6 +490,8 @@ def test_an_adapter_is_loaded_under_a_name_of_its_own_and_the_one_before_is_unlo
         receivers[1].adapters.clear()
         assert (await transport.send(adapter(2).items(), servers[1:])).failed == {}
         assert transport.adapter == names[-1] and list(receivers[1].adapters) == [names[-1]]
+        loaded = [r.bodies[-1] if n else r.bodies[-2] for n, r in enumerate(receivers)]
+        assert all(Path(body["lora_path"]).is_dir() for body in loaded), "to be read once more"
         # The same weights again are no error.
         assert (await transport.send(adapter(2).items(), servers)).failed == {}
         receivers[0].spoil["/load_lora_adapter"] = lambda: {

@@ -46,13 +46,17 @@ class AdapterTransport:
         start = time.perf_counter()
         to = Recipients(servers, SHARE * self._config.sync_timeout_s)
         name, files, tensors = await asyncio.to_thread(self._write, weights)
+        if name == self.adapter and self._files is not None:
+            await asyncio.to_thread(shutil.rmtree, files)
+            files = self._files  # which other servers may read again
         written = time.perf_counter()
         await asyncio.gather(*[self._load(to, server, name, files) for server in list(to.alive)])
         await asyncio.gather(*[self._unload(to, server, name) for server in list(to.alive)])
+        unused = files
         if to.alive:
-            self.adapter, files, self._files = name, self._files, files
-        if files is not None:
-            await asyncio.to_thread(shutil.rmtree, files)
+            self.adapter, unused, self._files = name, self._files, files
+        if unused is not None and unused != self._files:
+            await asyncio.to_thread(shutil.rmtree, unused)
         return Sent(
             num_tensors=len(tensors),
             num_bytes=sum(tensor.nbytes for tensor in tensors),
