@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -175,6 +176,9 @@ class SGLangConfig(Section):
     def _modes_fit(self) -> Self:
         if (self.mode == "connect") != bool(self.urls):
             raise ValueError("mode=connect takes urls, mode=spawn takes none")
+        for url in self.urls:
+            if not re.match(r"https?://[^/]", url):
+                raise ValueError(f"urls: {url!r} is no url such as http://node1:30000")
         if self.mode == "connect" and self.colocate:
             raise ValueError("colocate=true needs mode=spawn")
         return self

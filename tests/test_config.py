@@ -187,6 +187,11 @@ def test_a_limit_that_hides_a_longer_one_is_refused_with_the_sum():
     assert "episode_timeout_s=60" in message and "= 100" in message
 
 
+def test_a_server_is_named_by_a_url():
+    with pytest.raises(ConfigError, match=r"'node1:30000' is no url such as http://node1:30000"):
+        config("sglang.mode=connect", "sglang.urls=[node1:30000]")
+
+
 def test_minibatches_that_do_not_divide_a_batch_are_told_which_do():
     """F089: the error lists the valid values."""
     message = refused("optim.num_minibatches=3", "loss.old_logprobs=recompute")
