@@ -61,6 +61,11 @@ class Engine(Protocol):
     wants_weights: asyncio.Event
     """Set while a part of it came back without weights: `update_weights` with the present ones."""
 
+    @property
+    def serving(self) -> bool:
+        """Whether anything has weights; else a request waits, however long that takes."""
+        ...
+
     async def start(self) -> None:
         """Get ready for the first `update_weights`, which comes before the first request.
 

@@ -165,6 +165,7 @@ class SimulatedEngine:
     def __init__(self, num_servers: int, workload: Workload) -> None:
         self.version = 0
         self.wants_weights = asyncio.Event()
+        self.serving = True
         self.workload = workload
         self.servers = [Server() for _ in range(num_servers)]
         self.sessions: dict[str, Session] = {}

@@ -104,7 +104,8 @@ async def _generate(episode: Episode, stage: Stage, max_new_tokens: int) -> Acti
 
     New weights may interrupt it, more than once; each part keeps its own logprobs and versions.
     """
-    tape, config, renderer, gate = episode.tape, stage.config, stage.renderer, stage.generation
+    tape, config, renderer = episode.tape, stage.config, stage.renderer
+    engine, gate = stage.engine, stage.generation
     turn, start = len(tape.turns), len(tape)
     with faults(StopReason.ENGINE_ERROR, StopReason.ENGINE_TIMEOUT):
         for part in itertools.count():
@@ -114,10 +115,15 @@ async def _generate(episode: Episode, stage: Stage, max_new_tokens: int) -> Acti
                 seed=derive_seed(episode.seed, turn, *[part] * (part > 0)),
                 stop_token_ids=renderer.stop_token_ids,
             )
-            async with work(episode, "generate", "generate", gate, config.generate_timeout_s):
-                times_shut = gate.times_shut
-                completion = await stage.engine.generate(tape.context, sampling, session=episode.id)
-                interrupted = gate.times_shut > times_shut
+            try:
+                async with work(episode, "generate", "generate", gate, config.generate_timeout_s):
+                    times_shut = gate.times_shut
+                    completion = await engine.generate(tape.context, sampling, session=episode.id)
+                    interrupted = gate.times_shut > times_shut
+            except TimeoutError:
+                if engine.serving:
+                    raise
+                continue  # a server may take longer to start than a request to be answered
             if completion.finish_reason == "abort" and interrupted:
                 if part == 0:
                     stage.metrics.count("rollout/interrupted_turns")

@@ -72,6 +72,7 @@ class ScriptedEngine:
     in_flight_at_update: int | None = None
     closed: bool = False
     wants_weights: asyncio.Event = field(default_factory=asyncio.Event)
+    serving: bool = True
 
     def __post_init__(self) -> None:
         self._turns: Counter[str] = Counter()

@@ -111,6 +111,23 @@ def test_a_server_killed_in_mid_rollout_costs_no_group(num_servers: int, on_upda
     assert metrics["engine/restarts"] == 1 or num_servers == 2
 
 
+def test_a_server_may_take_longer_to_come_back_than_a_request_may_take() -> None:
+    """F033: who waits for it is at no fault."""
+    server = FakeSGLang(token_s=0.001)
+
+    async def hook(step: int) -> None:
+        if step == 5:
+            fleet.may_recover.clear()
+            asyncio.get_running_loop().call_later(2.0, fleet.may_recover.set)
+            await fleet.kill(server)
+
+    manager, _, fleet = rollouts([server], hook, generate_timeout_s=0.7)
+    with manager:
+        manager.update_weights(WEIGHTS.items(), 0, probe_of(WEIGHTS))
+        groups, _ = next_groups(manager)
+    assert_whole(groups)
+
+
 def test_new_weights_in_mid_rollout_cost_no_group() -> None:
     """Turns go on with them, and each token says which weights sampled it."""
     servers = [FakeSGLang(token_s=0.001) for _ in range(2)]

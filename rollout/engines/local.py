@@ -77,6 +77,7 @@ class LocalEngine:
             model = copy.deepcopy(model).requires_grad_(False).to(dtype)
         self.version = 0
         self.wants_weights = asyncio.Event()  # never: it does not lose them
+        self.serving = True
         self._model = pack_linears(model)
         self._kv = KVSlots(model.config, num_slots, max_context_tokens, dtype, reference.device)
         self._busy: dict[int, _Request] = {}  # slot -> the request that runs in it

@@ -273,6 +273,10 @@ class SGLangEngine:
     def _adapter(self) -> str | None:
         return getattr(self._transport, "adapter", None)
 
+    @property
+    def serving(self) -> bool:
+        return bool(self._pool.serving)
+
     def _name(self, version: int) -> str:
         """What servers call the weights: whose they are, and which."""
         return f"{self._run_id}/{version}"
