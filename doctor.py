@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentTypeError
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -56,7 +57,7 @@ from rollout.launch import (
     launch_command,
 )
 from rollout.server import Fleet
-from train.weight_sync import is_local
+from train.weight_sync import choose_transport
 
 NEWEST_KNOWN = (0, 5, 23)  # release of SGLang whose sources were read
 ASK_VERSION = "from importlib.metadata import version; print(version('sglang'))"
@@ -79,9 +80,11 @@ class Gpus:
 
     @classmethod
     def parse(cls, text: str) -> Gpus:
-        """Of a text such as 8x139."""
-        count, _, memory = text.partition("x")
-        return cls(count=int(count), memory_gib=float(memory), assumed=True)
+        """Of a text such as 8x139. Raises ArgumentTypeError for others."""
+        found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
+        if found is None:
+            raise ArgumentTypeError(f"{text!r} is no number of GPUs and GiB of each, as 8x139 is")
+        return cls(count=int(found[1]), memory_gib=float(found[2]), assumed=True)
 
 
 def describe_machine(config: RunConfig, engine: EngineKind, gpus: Gpus) -> Machine:
@@ -91,9 +94,6 @@ def describe_machine(config: RunConfig, engine: EngineKind, gpus: Gpus) -> Machi
     bf16 = gpus.assumed or fast_dtype() is torch.bfloat16
     chosen = config.rollout.engine_dtype
     precision = config.model.mixed_precision
-    way = config.sglang.weight_sync
-    if way == "auto":
-        way = "tensor" if all(map(is_local, config.sglang.urls)) else "distributed"
     return Machine(
         engine=engine,
         engine_bytes=BF16 if chosen == "bfloat16" or (chosen == "auto" and bf16) else FP32,
@@ -102,7 +102,7 @@ def describe_machine(config: RunConfig, engine: EngineKind, gpus: Gpus) -> Machi
         gpus=indices,
         servers=assign_gpus(config.sglang, indices, num_learner_gpus=1) if spawns else (),
         cpu_kv_tokens=CPU_KV_TOKENS,
-        weight_sync=way,
+        weight_sync=choose_transport(config.sglang),
     )
 
 

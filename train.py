@@ -113,7 +113,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="instead of what the file says"
     )
-    return parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    if options.assume_gpus and not options.dry_run:
+        parser.error("--assume-gpus only goes with --dry-run")
+    return options
 
 
 def run(config: RunConfig, *, resume: bool) -> None:

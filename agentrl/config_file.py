@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tempfile
+import textwrap
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,7 @@ def describe_config() -> str:
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section):
             lines.append(f"\n{name}: {section.__doc__}")
-            lines += [f"  {name}.{_describe(key, f)}" for key, f in section.model_fields.items()]
+            lines += [_describe(f"  {name}.{key}", f) for key, f in section.model_fields.items()]
         else:
             lines.append(_describe(name, field))
     return "\n".join(lines)
@@ -129,12 +131,12 @@ def fresh_folder(folder: Path, sign: str) -> Path:
 
 
 def _describe(name: str, field: Any) -> str:
-    default = (
-        "required"
-        if field.is_required()
-        else f"default {field.get_default(call_default_factory=True)!r}"
-    )
-    return f"{name} ({default})  {field.description or ''}".rstrip()
+    default = "required"
+    if not field.is_required():
+        # As a config writes it: null, true.
+        default = f"default {json.dumps(field.get_default(call_default_factory=True))}"
+    text = f"{name} ({default})  {field.description or ''}"
+    return textwrap.fill(text, 100, subsequent_indent=" " * 6, break_on_hyphens=False)
 
 
 def _parse_yaml(text: str, source: str) -> Any:

@@ -156,6 +156,9 @@ class Sent:
 class Transport(Protocol):
     """Brings weights from the learner to servers."""
 
+    adapter: str | None
+    """The LoRA adapter that holds them, which requests name; None: the servers' own weights do."""
+
     async def send(self, weights: Weights, servers: Sequence[Server]) -> Sent:
         """Let each server load all tensors; `weights` is read once, in a thread of its own."""
         ...

@@ -116,6 +116,8 @@ class One:
 class Nothing:
     """A transport of no weights."""
 
+    adapter: str | None = None
+
     async def send(self, weights: Any, servers: Any) -> Sent:
         return Sent(num_tensors=0, num_bytes=0, seconds={}, failed={})
 

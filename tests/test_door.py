@@ -444,6 +444,19 @@ def test_a_config_that_cannot_run_is_refused_by_a_dry_run(tmp_path, model, capsy
     assert said in dry_run(capsys, write_config(tmp_path, model), *arguments, code=2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dry-run", "--assume-gpus", "8"], "'8' is no number of GPUs and GiB of each, as 8x139"),
+        (["--assume-gpus", "8x139"], "--assume-gpus only goes with --dry-run"),
+    ],
+)
+def test_gpus_that_cannot_be_assumed_are_refused(tmp_path, model, capsys, arguments, said):
+    with pytest.raises(SystemExit):
+        run(write_config(tmp_path, model), *arguments)
+    assert said in capsys.readouterr().err
+
+
 def test_servers_to_connect_to_are_told_how_to_start(tmp_path, model, capsys):
     text = dry_run(
         capsys, write_config(tmp_path, model), "--assume-gpus", "1x139", "sglang.mode=connect",

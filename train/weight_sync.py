@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import psutil
@@ -61,14 +62,19 @@ def make_transport(
             snapshot_download(model_path, allow_patterns=["*.safetensors"], local_files_only=True)
         )
     expected = checkpoint_shapes(path, tied)
-    kind = config.weight_sync
-    if kind == "auto":
-        local = all(is_local(url) for url in config.urls)  # those that are spawned have no urls
-        kind = "tensor" if local else "distributed"
+    kind = choose_transport(config)
     if kind == "disk":
         return DiskTransport(config, expected, folder)
     transport = TensorTransport if kind == "tensor" else DistributedTransport
     return transport(config, expected, device)
+
+
+def choose_transport(config: SGLangConfig) -> Literal["tensor", "distributed", "disk"]:
+    """What `weight_sync` stands for here."""
+    if config.weight_sync != "auto":
+        return config.weight_sync
+    local = all(is_local(url) for url in config.urls)  # those that are spawned have no urls
+    return "tensor" if local else "distributed"
 
 
 def is_local(url: str) -> bool:
@@ -80,6 +86,8 @@ def is_local(url: str) -> bool:
 
 class _BucketTransport:
     """What the three have in common: names, dtype, buffers, and the time that is left."""
+
+    adapter: str | None = None
 
     def __init__(
         self, config: SGLangConfig, expected: Mapping[str, list[int]], device: torch.device

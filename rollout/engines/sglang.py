@@ -146,7 +146,7 @@ class SGLangEngine:
                 sampling,
                 rid=rid,
                 weight_version=self._name(version),
-                adapter=self._adapter,
+                adapter=self._transport.adapter,
             )
             return reply, version
 
@@ -170,7 +170,10 @@ class SGLangEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         async def ask(member: Member, version: int, rid: str) -> list[float]:
             return await member.server.score(
-                token_ids, rid=rid, weight_version=self._name(version), adapter=self._adapter
+                token_ids,
+                rid=rid,
+                weight_version=self._name(version),
+                adapter=self._transport.adapter,
             )
 
         session = self._next_rid()
@@ -188,6 +191,8 @@ class SGLangEngine:
     async def sleep(self) -> None:
         """See `Engine.sleep`. Raises EngineError where all servers refuse."""
         self._asleep = True
+        self._watcher.may_start.clear()
+        await self._pool.wait_until_started()
         members = self._pool.alive
         failed = await lend_memory(members, self._config.sync_timeout_s)
         for cause in failed:
@@ -205,6 +210,7 @@ class SGLangEngine:
         """
         began = time.perf_counter()
         self.wants_weights.clear()
+        self._watcher.may_start.set()
         await self._pool.wait_until_alive()
         up_to_date = version if version == self.version else None
         members = [m for m in self._pool.alive if m.version is None or m.version != up_to_date]
@@ -268,10 +274,6 @@ class SGLangEngine:
     async def close(self) -> None:
         self._pool.fail("the engine is closed")
         await self._cleanup.aclose()
-
-    @property
-    def _adapter(self) -> str | None:
-        return getattr(self._transport, "adapter", None)
 
     @property
     def serving(self) -> bool:

@@ -53,7 +53,7 @@ class Update:
                 f"sglang.sync_timeout_s={timeout_s:g}"
             ) from error
         self.failed |= sent.failed
-        self.adapter = getattr(transport, "adapter", None)
+        self.adapter = transport.adapter
         await self._each(lambda member: self._finish(member, deadline))
         return sent
 
