@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 PARTS = ("generate", "env", "score", "logprob", "update", "sync")  # of a step's time
 
@@ -34,7 +34,7 @@ def speed_words(metrics: Metrics) -> str:
         ("train/tokens_per_second", lambda n: f"train {n:,.0f} tok/s"),
         ("train/peak_memory_gib", lambda n: f"peak memory {n:.1f} GiB"),
     )
-    return _join(form(metrics[name]) for name, form in forms if name in metrics)
+    return _say(metrics, forms)
 
 
 def engine_words(metrics: Metrics) -> str:
@@ -47,7 +47,7 @@ def engine_words(metrics: Metrics) -> str:
         ("rollout/queued_requests", lambda n: f"queued {n:.0f}"),
         ("engine/waiting", lambda n: f"in servers' queues {n:.0f}"),
     )
-    return _join(form(metrics[name]) for name, form in forms if name in metrics)
+    return _say(metrics, forms)
 
 
 def sync_words(metrics: Metrics) -> str:
@@ -59,7 +59,7 @@ def sync_words(metrics: Metrics) -> str:
         ("sync/failed_servers", lambda n: f"{n:.0f} FAILED" if n else ""),
         ("sync/probe_abs_diff", lambda d: f"probe differs by {d:.2g}"),
     )
-    return _join(form(metrics[name]) for name, form in forms if name in metrics)
+    return _say(metrics, forms)
 
 
 def staleness_words(metrics: Metrics) -> str:
@@ -69,7 +69,7 @@ def staleness_words(metrics: Metrics) -> str:
         fractions.append(metrics[name])
     if len(fractions) < 2:
         return ""
-    return _join(f"{late} late {fraction:.0%}" for late, fraction in enumerate(fractions))
+    return ", ".join(f"{late} late {fraction:.0%}" for late, fraction in enumerate(fractions))
 
 
 def mismatch_words(metrics: Metrics) -> str:
@@ -82,8 +82,9 @@ def mismatch_words(metrics: Metrics) -> str:
         ("mismatch/ess", lambda f: f"ESS {f:.3f}"),
         ("mismatch/clip_frac", lambda f: f"clipped {f:.1%}"),
     )
-    return _join(form(metrics[name]) for name, form in forms if name in metrics)
+    return _say(metrics, forms)
 
 
-def _join(words: Iterable[str]) -> str:
-    return ", ".join(filter(None, words))
+def _say(metrics: Metrics, forms: Iterable[tuple[str, Callable[[float], str]]]) -> str:
+    """Those of the metrics that are there, each in its form."""
+    return ", ".join(filter(None, (form(metrics[name]) for name, form in forms if name in metrics)))
