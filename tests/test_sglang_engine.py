@@ -577,20 +577,35 @@ def test_lent_memory_comes_back_with_weights_only() -> None:
     play(test)
 
 
-def test_a_dead_server_has_no_memory_to_lend() -> None:
+def test_a_dead_server_has_no_memory_to_lend_and_takes_none_while_the_learner_has_it() -> None:
     async def test(r: Rig) -> None:
         (server,) = r.servers
-        for version in (1, 2):
-            r.fleet.may_recover.clear()
-            await r.fleet.kill(server)
-            if version == 2:  # it is known to be dead
-                await until(lambda: r.engine.pop_metrics()["engine/servers"] == 0)
-            await r.engine.sleep()
-            r.fleet.may_recover.set()
-            assert (await r.sync(version))["sync/num_servers"] == 1
-            assert_scored(await r.engine.generate(IDS, sampling(), session="s"))
+        await r.fleet.kill(server)
+        await r.engine.sleep()
+        await until(lambda: not r.engine._pool.alive)
+        await asyncio.sleep(0.1)
+        assert r.fleet.recovered == []
+        assert (await r.sync(1))["sync/num_servers"] == 1
+        assert_scored(await r.engine.generate(IDS, sampling(), session="s"))
 
     play(test)
+
+
+def test_a_server_that_is_being_started_is_waited_for_before_the_learner_takes_the_memory() -> None:
+    async def test(r: Rig) -> None:
+        starting, _ = r.servers
+        r.fleet.may_recover.clear()
+        await r.fleet.kill(starting)
+        await until(lambda: r.engine._pool.members[0].starting)
+        sleeping = asyncio.create_task(r.engine.sleep())
+        await asyncio.sleep(0.1)
+        assert not sleeping.done()
+        r.fleet.may_recover.set()
+        await sleeping
+        assert all(server.released for server in r.servers)
+        assert (await r.sync(1))["sync/num_servers"] == 2
+
+    play(test, 2)
 
 
 def test_memory_is_asked_for_when_nothing_is_in_flight() -> None:

@@ -21,6 +21,7 @@ class Member:
     server: SGLangServer
     version: int | None = None  # of its verified weights; None: it serves nothing
     alive: bool = False
+    starting: bool = False  # again, after it died
     given_up: str = ""  # why it is never asked again
     lent: set[str] = field(default_factory=set)  # memory, by SGLang's tags, that the learner has
     suspect: asyncio.Event = field(default_factory=asyncio.Event)  # a connection to it broke
@@ -142,6 +143,11 @@ class Pool:
             await self._changed.wait()
             self.refuse_if_down()
 
+    async def wait_until_started(self) -> None:
+        """Return when no server is about to take memory."""
+        while any(member.starting for member in self.members):
+            await self._changed.wait()
+
     def release(self, name: str) -> None:
         session = self.sessions.pop(name, None)
         if session is not None:
@@ -168,7 +174,8 @@ class Pool:
             clock.reschedule(now)
 
     def give_up(self, member: Member, cause: str) -> None:
-        member.given_up = cause
+        member.given_up, member.starting = cause, False
+        self.notify()
         if all(m.given_up for m in self.members):
             self.fail("every server is gone: " + "; ".join(m.given_up for m in self.members))
 

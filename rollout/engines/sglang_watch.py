@@ -36,6 +36,9 @@ class Watcher:
         longest_lease_s: float,
     ) -> None:
         self.num_restarts = 0
+        self.may_start = asyncio.Event()
+        """Cleared while there is no memory for a server that starts."""
+        self.may_start.set()
         self._fleet, self._admit, self._wants_weights = fleet, admit, wants_weights
         self._longest_lease_s, self._lease_until = longest_lease_s, 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -64,6 +67,8 @@ class Watcher:
                 cause = await self._until_dead(member, pool)
                 logger.warning("%s: its requests go elsewhere, and it is brought back", cause)
                 pool.lose(member)
+                await self.may_start.wait()
+                member.starting = True
                 try:
                     await self._fleet.recover(url)
                     await self._admit(member)
@@ -71,6 +76,8 @@ class Watcher:
                     logger.error("%s is given up: %s", url, error)
                     pool.give_up(member, str(error))
                     return
+                finally:
+                    member.starting = False
                 logger.warning("%s is back, and waits for weights", url)
                 self.num_restarts += 1
                 pool.answered(member)
