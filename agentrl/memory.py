@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.config import RunConfig
@@ -56,15 +57,18 @@ def read_shape(name_or_path: str) -> ModelShape:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    place = locate_model(name_or_path)
     try:
-        config: Any = AutoConfig.from_pretrained(locate_model(name_or_path), local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(place, local_files_only=True)
         with init_empty_weights():
             model: Any = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
-        cause = str(error).splitlines()[0]
+        if Path(place).is_dir():
+            raise ModelError(f"{name_or_path} has no config that can be read: {error}") from error
         raise ModelError(
-            f"the shape of {name_or_path} is not known on this machine ({cause}): run "
-            f"`hf download {name_or_path} config.json`, or write a folder into model.name_or_path"
+            f"the shape of {name_or_path} is not known on this machine, which has no config.json "
+            f"of it: run `hf download {name_or_path} config.json`, or write a folder into "
+            "model.name_or_path"
         ) from error
     text, tied = config.get_text_config(), set(model.all_tied_weights_keys)
     heads = text.num_attention_heads
