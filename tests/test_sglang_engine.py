@@ -696,6 +696,7 @@ def test_an_update_waits_for_the_only_server_to_come_back() -> None:
         assert not sync.done()
         r.fleet.may_recover.set()
         assert (await sync)["sync/num_servers"] == 1
+        assert not r.engine.wants_weights.is_set(), "there is nobody left to want them"
 
     play(test)
 

@@ -209,9 +209,9 @@ class SGLangEngine:
         not take them serves no more until a later update; `sync/failed_servers` counts it.
         """
         began = time.perf_counter()
-        self.wants_weights.clear()
         self._watcher.may_start.set()
         await self._pool.wait_until_alive()
+        self.wants_weights.clear()
         up_to_date = version if version == self.version else None
         members = [m for m in self._pool.alive if m.version is None or m.version != up_to_date]
         for member in members:
