@@ -255,6 +255,16 @@ def test_a_server_describes_itself() -> None:
     with_server(test)
 
 
+def test_a_server_that_warms_up_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.engines.sglang_server.CONTROL_S", 0.1)
+
+    async def test(fake: FakeSGLang, server: SGLangServer) -> None:
+        fake.slow = {"/server_info": 0.3}
+        assert (await server.describe()).sglang == fake.version
+
+    with_server(test)
+
+
 def test_what_is_no_sglang_server_is_said_to_be_none() -> None:
     async def test(_: FakeSGLang, server: SGLangServer) -> None:
         with pytest.raises(Refused, match=r"does not answer as SGLang 0\.5\.15 or newer does"):

@@ -33,6 +33,7 @@ ROUTES = frozenset(
 )
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 CONTROL_S = 10.0  # what a request that samples nothing may take
+WARM_UP_S = 120.0  # what the first may take that the scheduler answers: it may be compiling
 UNUSED_CONTEXT = 2  # tokens at the end of a server's context that it never samples
 JSON = {"Content-Type": "application/json"}
 CONNECT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
@@ -133,7 +134,8 @@ class SGLangServer:
     async def describe(self) -> ServerInfo:
         """Raises EngineError where it does not answer as an SGLang server does."""
         try:
-            info, model = await self.get("/server_info"), await self.get("/model_info")
+            model = await self.get("/model_info")
+            info = await self.get("/server_info", timeout_s=WARM_UP_S)
             described = ServerInfo(
                 sglang=info["version"],
                 model_path=model["model_path"],
