@@ -57,7 +57,7 @@ from rollout.launch import (
     launch_command,
 )
 from rollout.server import Fleet
-from train.weight_sync import choose_transport
+from train.weight_sync.transports import choose_transport
 
 NEWEST_KNOWN = (0, 5, 23)  # release of SGLang whose sources were read
 ASK_VERSION = "from importlib.metadata import version; print(version('sglang'))"

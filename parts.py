@@ -30,7 +30,7 @@ from rollout.tasks import TaskStream
 from train.display import EpisodeCount
 from train.learner import Learner
 from train.model import load_model
-from train.weight_sync import make_transport
+from train.weight_sync.transports import make_transport
 
 EngineKind = Literal["sglang", "local"]
 

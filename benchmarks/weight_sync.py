@@ -32,10 +32,10 @@ from agentrl.models import SMOLLM2, locate_model
 from rollout.engines.sglang_server import SGLangServer, open_http
 from rollout.server import SpawnedFleet
 from tests.weight_receiver import Receiver, receiving
-from train.buckets import Bucket
-from train.shared_bucket import serialize, shared_buffer
-from train.update_group import UpdateGroup
-from train.weight_sync import make_transport
+from train.weight_sync.buckets import Bucket
+from train.weight_sync.shared_bucket import serialize, shared_buffer
+from train.weight_sync.transports import make_transport
+from train.weight_sync.update_group import UpdateGroup
 from train.weights import full_weights
 
 CPU = torch.device("cpu")

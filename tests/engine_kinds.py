@@ -23,7 +23,7 @@ from rollout.engines.sglang import SGLangEngine
 from rollout.server import ConnectedFleet
 from tests.fake_fleet import FakeFleet, FakeTransport
 from tests.fake_sglang import FakeSGLang, log_softmax, logits_of, read
-from train.weight_sync import TensorTransport
+from train.weight_sync.transports import TensorTransport
 from train.weights import checkpoint_shapes
 
 Logits = Callable[[str, Sequence[int]], list[list[float]]]

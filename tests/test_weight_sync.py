@@ -11,16 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import train.shared_bucket
-import train.weight_sync
+import train.weight_sync.shared_bucket
+import train.weight_sync.transports
 from agentrl.config import SGLangConfig
 from agentrl.protocols import SyncError
 from tests.weight_receiver import Receiver, receiving
-from train.adapter_sync import AdapterTransport
-from train.buckets import BucketReader
-from train.shared_bucket import SHARED_MEMORY
-from train.update_group import own_address, rank_groups
-from train.weight_sync import (
+from train.weight_sync.adapters import AdapterTransport
+from train.weight_sync.buckets import BucketReader
+from train.weight_sync.shared_bucket import SHARED_MEMORY
+from train.weight_sync.transports import (
     DiskTransport,
     DistributedTransport,
     TensorTransport,
@@ -28,6 +27,7 @@ from train.weight_sync import (
     is_local,
     make_transport,
 )
+from train.weight_sync.update_group import own_address, rank_groups
 
 KINDS = ["tensor", "distributed", "disk"]
 CPU = torch.device("cpu")
@@ -413,7 +413,7 @@ def test_nothing_is_left_in_shared_memory(tmp_path):
 
 def test_too_little_shared_memory_is_an_error_and_not_the_end_of_the_process(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(train.shared_bucket.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(train.weight_sync.shared_bucket.shutil, "disk_usage", lambda _: usage)
     transport = make("tensor", tmp_path)
 
     async def test(servers):
@@ -425,7 +425,7 @@ def test_too_little_shared_memory_is_an_error_and_not_the_end_of_the_process(tmp
 
 def test_the_disk_is_used_where_shared_memory_has_no_room(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(train.weight_sync.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(train.weight_sync.transports.shutil, "disk_usage", lambda _: usage)
     receiver = Receiver()
     transport = make("disk", tmp_path / "weights")
 

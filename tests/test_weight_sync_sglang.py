@@ -14,7 +14,7 @@ from agentrl.models import SMOLLM2, locate_model
 from agentrl.protocols import SyncError
 from rollout.engines.sglang_server import SGLangServer, open_http
 from rollout.server import SpawnedFleet
-from train.weight_sync import make_transport
+from train.weight_sync.transports import make_transport
 from train.weights import full_weights
 
 KINDS = ["tensor", "distributed", "disk"]

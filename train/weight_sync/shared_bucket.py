@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from agentrl.protocols import SyncError
-from train.buckets import Bucket
+from train.weight_sync.buckets import Bucket
 
 SHARED_MEMORY = Path("/dev/shm")
 _DEVICE = 6  # the argument of `rebuild_cuda_tensor` that numbers the device

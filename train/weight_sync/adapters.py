@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from agentrl.config import SGLangConfig
 from agentrl.protocols import EngineError, Sent, Server, Weights
-from train.recipients import SHARE, Recipients, accepted
+from train.weight_sync.recipients import SHARE, Recipients, accepted
 
 logger = logging.getLogger("agentrl")
 

@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 
 from agentrl.config import SGLangConfig
 from agentrl.protocols import EngineError, Sent, Server, SyncError, Transport, Weights
-from train.buckets import Bucket, BucketReader, deliver_each
-from train.recipients import CLEANING_S, SHARE, Recipients, accepted
-from train.shared_bucket import SHARED_MEMORY, serialize, shared_buffer
-from train.update_group import UpdateGroup
+from train.weight_sync.buckets import Bucket, BucketReader, deliver_each
+from train.weight_sync.recipients import CLEANING_S, SHARE, Recipients, accepted
+from train.weight_sync.shared_bucket import SHARED_MEMORY, serialize, shared_buffer
+from train.weight_sync.update_group import UpdateGroup
 from train.weights import checkpoint_shapes, require_names
 
 logger = logging.getLogger("agentrl")
