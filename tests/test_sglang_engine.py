@@ -523,6 +523,17 @@ def test_a_hung_server_does_not_hold_up_the_update_of_others(
     play(test, 2)
 
 
+@pytest.mark.parametrize("deaf_to", ["/abort_request", "/resume_memory_occupation"])
+def test_a_server_that_does_not_get_ready_does_not_hold_up_the_others(deaf_to: str) -> None:
+    async def test(r: Rig) -> None:
+        await r.engine.sleep()
+        r.servers[0].slow = {deaf_to: 3600.0}
+        metrics = await r.sync(1)
+        assert (metrics["sync/failed_servers"], metrics["sync/num_servers"]) == (1, 1)
+
+    play(test, 2, config={"sync_timeout_s": 3.0})
+
+
 def test_a_server_of_another_run_gets_no_weights() -> None:
     """F034"""
 

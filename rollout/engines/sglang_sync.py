@@ -18,6 +18,7 @@ from rollout.engines.sglang_pool import Member
 from rollout.engines.sglang_server import Lost, SGLangServer
 
 QUIET_S = 30.0  # until aborted requests have ended
+READY_SHARE = 0.15  # of an update's time, that a server may take to be ready for weights
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
 
 logger = logging.getLogger("agentrl")
@@ -42,10 +43,11 @@ class Update:
 
     async def run(self, transport: Transport, weights: Weights, timeout_s: float) -> Sent:
         """Raises whatever `weights` or the transport as a whole raises."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        began = asyncio.get_running_loop().time()
+        deadline, ready_by = began + timeout_s, began + READY_SHARE * timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                await self._each(self._make_ready)
+                await self._each(lambda member: self._make_ready(member, ready_by))
                 sent = await transport.send(weights, [m.server for m in self._left()])
         except TimeoutError as error:
             raise SyncError(
@@ -71,9 +73,10 @@ class Update:
 
         await asyncio.gather(*(take(member) for member in self._left()))
 
-    async def _make_ready(self, member: Member) -> None:
-        await be_quiet(member.server)
-        await take_back(member, "weights")  # the KV cache last: so long, the learner has its memory
+    async def _make_ready(self, member: Member, deadline: float) -> None:
+        async with asyncio.timeout_at(deadline):
+            await be_quiet(member.server)
+            await take_back(member, "weights")  # the KV cache last: the learner has that memory
 
     async def _finish(self, member: Member, deadline: float) -> None:
         server, number = member.server, self.members.index(member)
