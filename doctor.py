@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 
+from agentrl.checklist import Checklist
 from agentrl.config import ConfigError, RunConfig
 from agentrl.env import EnvNotFound, make_env, tasks_of, to_messages
 from agentrl.memory import BF16, FP32, GIB, Machine, gib, num_concurrent, read_shape
@@ -32,7 +33,6 @@ from agentrl.models import ModelError
 from agentrl.plan import make_plan, tool_limits
 from agentrl.protocols import Engine, EngineError, Probe
 from agentrl.renderer import RendererError
-from agentrl.report import Report
 from agentrl.threads import run_in_thread
 from agentrl.types import Message, Sampling
 from parts import (
@@ -162,37 +162,37 @@ def examine(config: RunConfig, env: Any) -> bool:
 
     A check that fails stops only those that need its result.
     """
-    report = Report(ConfigError, EngineError, ModelError, EnvNotFound, RendererError)
+    checklist = Checklist(ConfigError, EngineError, ModelError, EnvNotFound, RendererError)
     kind = choose_engine(config)
     gpus = Gpus.here()
-    with report.check("versions") as say:
+    with checklist.check("versions") as say:
         packages = ("torch", "transformers", "accelerate", "gymnasium")
         say(
             f"python {platform.python_version()}, "
             + ", ".join(f"{p} {version(p)}" for p in packages)
         )
-    with report.check("GPUs") as say:
+    with checklist.check("GPUs") as say:
         machine = describe_machine(config, kind, gpus)
         say(f"{gpus.count} of {gpus.memory_gib:.0f} GiB" if gpus.count else "none: CPU")
         say(f"engine {kind}" + (f", servers on {machine.servers}" if any(machine.servers) else ""))
     if kind == "sglang" and config.sglang.mode == "spawn":
-        with report.check("SGLang") as say:
+        with checklist.check("SGLang") as say:
             say(_sglang_version(find_interpreter(config.sglang.python)))
-        with report.check("ports") as say:
+        with checklist.check("ports") as say:
             holders = [hold_port(), hold_port()]
             say(", ".join(str(h.getsockname()[1]) for h in holders) + f" of {HOST} can be had")
             for holder in holders:
                 holder.close()
     messages: list[Message] = []
-    with report.check("env") as say:
+    with checklist.check("env") as say:
         messages = asyncio.run(_reset(config, env))
         limits = [f"{name} {seconds:g} s" for name, seconds in tool_limits(env)]
         say(f"reset gives {len(messages)} messages within {config.rollout.env_timeout_s:g} s")
         say("time limits of tools: " + (", ".join(limits) or "none needs one"))
     with tempfile.TemporaryDirectory(prefix="agentrl-doctor-") as folder:
-        _examine_model(report, config, env, messages, Path(folder))
-    report.finish()
-    return not report.num_failed
+        _examine_model(checklist, config, env, messages, Path(folder))
+    checklist.finish()
+    return not checklist.num_failed
 
 
 async def _reset(config: RunConfig, env: Any) -> list[Message]:
@@ -233,14 +233,14 @@ def _sglang_version(python: str) -> str:
 
 
 def _examine_model(
-    report: Report,
+    checklist: Checklist,
     config: RunConfig,
     env: Any,
     messages: list[Message],
     folder: Path,
 ) -> None:
     learner = renderer = engine = fleet = None
-    with report.check("model") as say:
+    with checklist.check("model") as say:
         learner, tokenizer = make_learner(config, folder)
         size = sum(p.numel() for p in learner.model.parameters())
         device = learner.accelerator.device
@@ -248,24 +248,24 @@ def _examine_model(
         renderer = make_renderer(config, env, tokenizer)
     if learner is None or renderer is None:
         for name in ("template", "disk", "engine"):
-            report.skip(name, "needs the model")
+            checklist.skip(name, "needs the model")
         return
     prompt: list[int] = []
-    with report.check("template") as say:
+    with checklist.check("template") as say:
         say(renderer.probe())
         prompt = renderer.prompt(messages)
         say(f"the env's prompt has {len(prompt)} tokens")
-    with report.check("disk") as say:
+    with checklist.check("disk") as say:
         say(_room_on_disk(config, sum(p.numel() for p in learner.model.parameters())))
-    with report.check("engine") as say:
+    with checklist.check("engine") as say:
         fleet = make_servers(config, learner, folder)
         engine = make_engine(config, learner, fleet, folder)
         say(type(engine).__name__)
     if engine is None:
-        report.skip("start", "needs the engine")
+        checklist.skip("start", "needs the engine")
         return
     probe = make_probe(config, learner, renderer)
-    asyncio.run(_examine_engine(report, config, engine, fleet, learner, renderer, probe, prompt))
+    asyncio.run(_examine_engine(checklist, config, engine, fleet, learner, renderer, probe, prompt))
 
 
 def _room_on_disk(config: RunConfig, num_parameters: int) -> str:
@@ -282,7 +282,7 @@ def _room_on_disk(config: RunConfig, num_parameters: int) -> str:
 
 
 async def _examine_engine(
-    report: Report,
+    checklist: Checklist,
     config: RunConfig,
     engine: Engine,
     fleet: Fleet | None,
@@ -293,27 +293,27 @@ async def _examine_engine(
 ) -> None:
     started = synced = False
     try:
-        with report.check("start") as say:
+        with checklist.check("start") as say:
             began = time.monotonic()
             await engine.start()
             started = True
             say(f"ready in {time.monotonic() - began:.0f} s")
             say(", ".join(fleet.urls) if fleet else "in this process")
         if started and fleet:
-            with report.check("KV cache") as say:
+            with checklist.check("KV cache") as say:
                 say(await _kv_rooms(config, fleet))
         if started:
-            with report.check("weights") as say:
+            with checklist.check("weights") as say:
                 if config.sglang.colocate:
                     await engine.sleep()
                 metrics = await engine.update_weights(learner.weights(), learner.version, probe)
                 synced = True
                 say(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
         if synced and prompt:
-            with report.check("one turn") as say:
+            with checklist.check("one turn") as say:
                 say(await _one_turn(config, engine, renderer, prompt))
         else:
-            report.skip("one turn", "needs weights and the env's prompt")
+            checklist.skip("one turn", "needs weights and the env's prompt")
     finally:
         if started and fleet and config.sglang.mode == "connect":
             await _disown(fleet, learner.run_id)

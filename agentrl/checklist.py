@@ -1,4 +1,4 @@
-"""The checks before a run, each a line: ok, or why it failed."""
+"""What is tried before a run, each check a line: ok, or why it failed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Report:
+class Checklist:
     """Prints one line a check; `plain` errors say what to do, others are named by their type."""
 
     def __init__(self, *plain: type[Exception]) -> None:
