@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -315,8 +314,6 @@ async def _examine_engine(
         else:
             checklist.skip("one turn", "needs weights and the env's prompt")
     finally:
-        if started and fleet and config.sglang.mode == "connect":
-            await _disown(fleet, learner.run_id)
         await engine.close()
 
 
@@ -348,13 +345,3 @@ async def _one_turn(config: RunConfig, engine: Engine, renderer: Any, prompt: li
     seconds = time.monotonic() - began
     text = renderer.decode(turn.token_ids)
     return f"{len(turn.token_ids)} tokens in {seconds:.2f} s, by {turn.finish_reason}: {text!r}"
-
-
-async def _disown(fleet: Fleet, run_id: str) -> None:
-    """Let the next run have servers that are not ours to end."""
-    http, _ = open_http(len(fleet.urls))
-    async with http:
-        for server in (SGLangServer(url, http) for url in fleet.urls):
-            with suppress(EngineError):
-                if (await server.weight_version()).startswith(f"{run_id}/"):
-                    await server.post("/update_weight_version", {"new_version": "default"})

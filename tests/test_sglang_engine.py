@@ -551,6 +551,17 @@ def test_a_server_of_another_run_gets_no_weights() -> None:
     play(taken, servers=[FakeSGLang(weight_version="theirs/3")], config={"take_over": True})
 
 
+def test_a_run_that_is_over_leaves_its_servers_to_the_next() -> None:
+    mine, theirs = FakeSGLang(), FakeSGLang()
+
+    async def test(r: Rig) -> None:
+        assert mine.weight_version != "default"
+        theirs.weight_version = "theirs/9"
+
+    play(test, servers=[mine, theirs], config={"mode": "connect", "urls": ["http://there"]})
+    assert (mine.weight_version, theirs.weight_version) == ("default", "theirs/9")
+
+
 def test_a_server_that_somebody_else_gave_weights_serves_no_more() -> None:
     async def test(r: Rig) -> None:
         first, second = r.servers

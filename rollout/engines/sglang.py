@@ -43,6 +43,8 @@ Ask = Callable[[Member, int, str], Awaitable[T]]  # member, version, request id 
 
 BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0
 ABORT_S = 5.0  # what an abort that nobody waits for may take
+DISOWN_S = 2.0
+NOBODYS = "default"  # what SGLang calls the weights that it started with
 CLOSE_S = 2.0  # what such aborts get at the end
 
 
@@ -97,6 +99,8 @@ class SGLangEngine:
             self._pool = Pool(members, self._config.start_timeout_s)
             self._cleanup.push_async_callback(self._transport.close)
             self._cleanup.push_async_callback(self._finish_background)
+            if self._config.mode == "connect":
+                self._cleanup.push_async_callback(self._disown)
             await self._admit_all()
             self._watcher.start(self._pool)
             self._cleanup.push_async_callback(self._watcher.close)
@@ -274,6 +278,23 @@ class SGLangEngine:
     async def close(self) -> None:
         self._pool.fail("the engine is closed")
         await self._cleanup.aclose()
+
+    async def _disown(self) -> None:
+        """Let the next run have servers that are not this one's to end."""
+
+        async def disown(server: SGLangServer) -> None:
+            try:
+                async with asyncio.timeout(DISOWN_S):
+                    if (await server.weight_version()).startswith(f"{self._run_id}/"):
+                        await server.post("/update_weight_version", {"new_version": NOBODYS})
+            except (EngineError, TimeoutError) as error:
+                logger.warning(
+                    "%s still counts as this run's (%s): the next one needs sglang.take_over=true",
+                    server.url,
+                    error,
+                )
+
+        await asyncio.gather(*(disown(member.server) for member in self._pool.alive))
 
     @property
     def serving(self) -> bool:

@@ -149,11 +149,13 @@ async def deliver_each(
     with ThreadPoolExecutor(1, "weights", initializer=use_device) as thread:
         ahead = loop.run_in_executor(thread, reader.next)
         try:
-            while wanted() and (bucket := await ahead) is not None:
+            while wanted() and (bucket := await asyncio.shield(ahead)) is not None:
                 ahead = loop.run_in_executor(thread, reader.next)
                 start = time.perf_counter()
                 await deliver(bucket)
                 reader.seconds["send"] += time.perf_counter() - start
-            await loop.run_in_executor(thread, reader.drain)
         finally:
+            # Also after an error: other ranks read with this one. The thread ends before the block
+            # does, which would wait for it on the event loop.
             await asyncio.wait([ahead])
+            await asyncio.wait([loop.run_in_executor(thread, reader.drain)])
