@@ -34,10 +34,8 @@ from train.weight_sync.transports import make_transport
 
 EngineKind = Literal["sglang", "local"]
 
-PROBE = (
-    "A farmer's 16 hens lay an egg a day each. She eats 3, bakes with 4 and sells the rest for 2 "
-    "dollars apiece. How much does she earn in a week, and what would she earn in 2048?"
-)
+PROBE = "A farmer's 16 hens lay an egg a day each. How many eggs is that in a week?"
+PROBE_TOKENS = 16  # a CPU that cannot multiply bfloat16 takes 25 ms for each
 # Mean |learner - engine| logprob, in nats, that arithmetic of another order may cause.
 SYNC_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
@@ -161,9 +159,9 @@ def make_rollouts(
 
 
 def make_probe(config: RunConfig, learner: Learner, renderer: Renderer) -> Probe:
-    """A text, of as many tokens as an engine of short contexts can score."""
+    """The begin of a chat, no longer than an engine of short contexts can score."""
     ids = renderer.prompt([Message(role="user", content=PROBE)])
-    ids = ids[: max(2, config.rollout.max_context_tokens // 2)]
+    ids = ids[: max(2, min(PROBE_TOKENS, config.rollout.max_context_tokens // 2))]
     return Probe(token_ids=ids, logprobs=learner.logprobs(ids), tolerance=sync_tolerance(config))
 
 
