@@ -138,7 +138,7 @@ class SpawnedFleet:
                 if server.answers_since is None:
                     print(
                         f"{server.url} does not answer yet, after {after_s:g} s; the end of "
-                        f"{server.log}: {last_line(server.log)}",
+                        f"{server.log}: {last_line(server.log)[:120]}",
                         flush=True,
                     )
 
