@@ -203,7 +203,7 @@ def sglang_engine(fleet: Any, transport: Any, context: int) -> SGLangEngine:
     return SGLangEngine(
         fleet,
         transport,
-        SGLangConfig(start_timeout_s=30.0, sync_timeout_s=60.0),
+        SGLangConfig(mode="connect", urls=fleet.urls, start_timeout_s=30.0, sync_timeout_s=60.0),
         run_id="contract",
         max_context_tokens=context,
         max_concurrent=16,

@@ -15,7 +15,6 @@ import pytest
 from aiohttp import web
 
 from agentrl.config import SGLangConfig
-from agentrl.models import SMOLLM2, locate_model
 from agentrl.protocols import EngineDied
 from rollout import server as fleets
 from rollout.server import ConnectedFleet, SpawnedFleet, make_fleet
@@ -335,37 +334,5 @@ def test_connecting_waits_for_a_server_and_names_one_that_does_not_answer():
         await fake.serve({"/model_info": {}}, port=int(url.rpartition(":")[2]))
         await waiting
         await fake.close()
-
-    asyncio.run(run())
-
-
-@pytest.mark.sglang
-@pytest.mark.slow
-def test_a_real_server_is_started_killed_brought_back_and_ended(sglang_python, tmp_path, started):
-    """F037."""
-
-    async def run():
-        fleet = SpawnedFleet(
-            SGLangConfig(python=sglang_python),
-            model_path=locate_model(SMOLLM2),
-            dtype="float32",
-            context_tokens=2048,
-            max_requests=32,
-            log_folder=tmp_path,
-        )
-        await fleet.start()
-        (url,) = fleet.urls
-        processes = started()
-        (keeper,) = running(processes, str(fleets.KEEPER))
-        keeper.children()[0].kill()
-        assert "SIGKILL" in await asyncio.wait_for(fleet.ended(url), 20)
-        assert_gone(processes)
-        await fleet.recover(url)
-        body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
-        async with aiohttp.ClientSession() as http, http.post(f"{url}/generate", json=body) as got:
-            assert got.status == 200
-        processes = started()
-        await fleet.close()
-        assert_gone(processes)
 
     asyncio.run(run())
