@@ -62,4 +62,8 @@ class Watch:
                 self._metrics.add("rollout/queued_requests", self._gate.num_queued)
             if late > LAG_ALARM_S and not alarmed:
                 alarmed = True
-                logger.warning("the event loop stood still for %.1f s: something blocks it", late)
+                logger.warning(
+                    "the event loop stood still for %.1f s: something blocks it, or the machine is "
+                    "too busy to run it",
+                    late,
+                )
