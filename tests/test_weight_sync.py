@@ -17,7 +17,7 @@ from agentrl.config import SGLangConfig
 from agentrl.protocols import SyncError
 from tests.weight_receiver import Receiver, receiving
 from train.weight_sync.adapters import AdapterTransport
-from train.weight_sync.buckets import BucketReader
+from train.weight_sync.buckets import BucketReader, deliver_each
 from train.weight_sync.shared_bucket import SHARED_MEMORY
 from train.weight_sync.transports import (
     DiskTransport,
@@ -327,6 +327,35 @@ def reader_of(weights, max_bytes, dtype=torch.float32):
         new_buffer=lambda n: torch.empty(n, dtype=torch.uint8),
         buffers=[],
     )
+
+
+def test_weights_that_fail_while_no_server_wants_them_raise_all_the_same():
+    def weights():
+        yield "a", torch.zeros(4)
+        yield "b", torch.zeros(4)
+        raise LookupError("a shard is gone")
+
+    async def deliver(_):
+        raise AssertionError("nobody wants it")
+
+    with pytest.raises(LookupError, match="a shard is gone"):
+        asyncio.run(deliver_each(reader_of(weights(), 32), deliver, lambda: False, CPU))
+
+
+def test_weights_are_read_to_the_end_where_a_delivery_fails():
+    read = []
+
+    def weights():
+        for name in "abcd":
+            yield name, torch.zeros(4)
+            read.append(name)
+
+    async def deliver(_):
+        raise LookupError("no way there")
+
+    with pytest.raises(LookupError, match="no way there"):
+        asyncio.run(deliver_each(reader_of(weights(), 32), deliver, lambda: True, CPU))
+    assert read == ["a", "b", "c", "d"]
 
 
 def test_buckets_and_one_tensor_are_all_that_is_held():

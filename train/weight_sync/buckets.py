@@ -158,4 +158,7 @@ async def deliver_each(
             # Also after an error: other ranks read with this one. The thread ends before the block
             # does, which would wait for it on the event loop.
             await asyncio.wait([ahead])
-            await asyncio.wait([loop.run_in_executor(thread, reader.drain)])
+            drained = loop.run_in_executor(thread, reader.drain)
+            await asyncio.wait([drained])
+        for reading in (ahead, drained):
+            reading.result()  # raises what went wrong while nobody waited for it
