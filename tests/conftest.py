@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -11,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config import SGLangConfig
-from agentrl.models import SMOLLM2, locate_model
-from rollout.server import SpawnedFleet
+from tests.real_server import serving
 
 # A shell that starts `make test` in the background has Ctrl-C ignored, by the tests of it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,22 +38,9 @@ def sglang_python() -> str:
 
 @pytest.fixture(scope="session")
 def sglang_server(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The url of a real server of SmolLM2 in float32 on the CPU, one for all tests.
+    """The url of a real server in float32, one for all tests.
 
-    Context 2048, cache 16384 tokens, 32 requests at once. A test that changes its weights sends the
-    model's own before it ends.
+    A test that changes its weights sends the model's own before it ends.
     """
-    fleet = SpawnedFleet(
-        SGLangConfig(python=sglang_python),
-        model_path=locate_model(SMOLLM2),
-        dtype="float32",
-        context_tokens=2048,
-        max_requests=32,
-        log_folder=tmp_path_factory.mktemp("sglang"),
-    )
-    with asyncio.Runner() as runner:
-        runner.run(fleet.start())
-        try:
-            yield fleet.urls[0]
-        finally:
-            runner.run(fleet.close())
+    with serving(sglang_python, "float32", tmp_path_factory.mktemp("sglang")) as url:
+        yield url

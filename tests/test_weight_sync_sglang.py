@@ -13,7 +13,7 @@ from agentrl.config import SGLangConfig
 from agentrl.models import SMOLLM2, locate_model
 from agentrl.protocols import SyncError
 from rollout.engines.sglang_server import SGLangServer, open_http
-from rollout.server import SpawnedFleet
+from tests.real_server import serving
 from train.weight_sync.transports import make_transport
 from train.weights import full_weights
 
@@ -48,20 +48,8 @@ def served(request, sglang_python, tmp_path_factory):
     if request.param == "float32":
         yield request.getfixturevalue("sglang_server"), "float32"
         return
-    fleet = SpawnedFleet(
-        SGLangConfig(python=sglang_python),
-        model_path=locate_model(SMOLLM2),
-        dtype="bfloat16",
-        context_tokens=2048,
-        max_requests=8,
-        log_folder=tmp_path_factory.mktemp("bfloat16"),
-    )
-    with asyncio.Runner() as runner:
-        runner.run(fleet.start())
-        try:
-            yield fleet.urls[0], "bfloat16"
-        finally:
-            runner.run(fleet.close())
+    with serving(sglang_python, "bfloat16", tmp_path_factory.mktemp("bfloat16")) as url:
+        yield url, "bfloat16"
 
 
 def perturb(model, own, seed):
