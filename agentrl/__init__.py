@@ -5,7 +5,7 @@ What an author of environments needs; it imports no torch.
 
 from agentrl.env import Blocking, EnvNotFound, TextEnv, make_env
 from agentrl.rubric import Rubric
-from agentrl.tool import Tool, tool
+from agentrl.tool import Tool, Unavailable, tool
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Action, Completion, Message, StopReason, Task, ToolCall
 
@@ -25,6 +25,7 @@ __all__ = [
     "ToolCall",
     "Trajectory",
     "TrajectoryGroup",
+    "Unavailable",
     "__version__",
     "make_env",
     "tool",

@@ -95,6 +95,21 @@ class TextEnv(gymnasium.Env[Any, str]):
         """The rows of `split` ("train" or "test"); None: every seed is a task of its own."""
         return None
 
+    def preflight(self) -> list[str]:
+        """Look before a run whether all that an episode needs is there; lines to print about it.
+
+        Raises:
+            EnvNotFound: it is not; says what to do.
+        """
+        return []
+
+    async def acquire(self) -> None:
+        """Wait for what an episode must have to itself, such as a sandbox.
+
+        Called before `reset`, outside of the limits on time and number of env calls. `close` gives
+        it back.
+        """
+
 
 def to_messages(observation: Observation) -> list[Message]:
     """An observation as messages; an empty string is no message."""

@@ -19,6 +19,13 @@ from typing_extensions import TypedDict
 from agentrl.threads import FOREIGN_ERRORS, DeadlineExceeded, call
 
 
+class Unavailable(RuntimeError):
+    """What a tool or an env needs is out of order, through no fault of the policy.
+
+    It is the one error of a tool that is no answer to the model: it makes the episode a fault.
+    """
+
+
 class ToolOutcome(StrEnum):
     """How one call of a tool went."""
 
@@ -79,7 +86,11 @@ class Tool:
         return f"Tool({self.name})"
 
     async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
-        """Run the function and say in text what came of it; whatever goes wrong is an outcome."""
+        """Run the function and say in text what came of it; whatever goes wrong is an outcome.
+
+        Raises:
+            Unavailable: as the function did.
+        """
         try:
             checked = self._arguments.validate_python(arguments)
         except pydantic.ValidationError as error:
@@ -98,6 +109,8 @@ class Tool:
                 content=f"Error: {self.name} timed out after {self.timeout_s:g} s",
                 outcome=ToolOutcome.TIMEOUT,
             )
+        except Unavailable:
+            raise
         except FOREIGN_ERRORS as error:
             return ToolResult(
                 content=to_text(f"Error: {type(error).__name__}: {error}"),

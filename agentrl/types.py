@@ -105,6 +105,7 @@ class Task:
     prompt: tuple[Message, ...] = ()
     answer: Any = None
     info: dict[str, Any] = field(default_factory=dict)
+    env: str = ""  # which of a run's envs plays it, where there are several
 
 
 class Action(str):

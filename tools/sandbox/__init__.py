@@ -1,0 +1,1 @@
+"""Sandboxes: where what a model wrote is run, apart from everything else."""
