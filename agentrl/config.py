@@ -5,7 +5,22 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+
+METRIC_GROUPS = frozenset(
+    "called_tool completions correct engine env eval mismatch mix reward rollout sandbox stop sync "
+    "time tool train".split()
+)
+"""What metrics are named under already, so that no env of a mix may be."""
 
 
 class ConfigError(ValueError):
@@ -43,7 +58,9 @@ class EnvConfig(Section):
     """Where the episodes play."""
 
     id: str
-    """A gymnasium id, `package.module:Class`, or `path/to/file.py:Class`."""
+    """A gymnasium id, `package.module:Class`, `path/to/file.py:Class`, or `scheme:rest` of an
+    adapter, such as gym:FrozenLake-v1.
+    """
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the env's constructor."""
     reward_funcs: list[str] = Field(default_factory=list)
@@ -59,6 +76,22 @@ class EnvConfig(Section):
                 f"{len(weights)} reward_weights for {len(self.reward_funcs)} reward_funcs"
             )
         return self
+
+
+class MixedEnvConfig(EnvConfig):
+    """One of several envs; its name is that of its metrics, `<name>/reward`."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Its share of the prompts, relative to the others'."""
+
+
+class CurriculumConfig(Section):
+    """Envs of a mix that the policy always or never solves are drawn less often."""
+
+    success_reward: float = 1.0
+    """The reward from which on an episode is a success."""
+    floor: float = Field(default=0.1, gt=0, le=1)
+    """With the success rate p, an env's weight is multiplied by 4 p (1 - p), but at least this."""
 
 
 class RolloutConfig(Section):
@@ -88,6 +121,8 @@ class RolloutConfig(Section):
     """Sampled tokens per episode, over all its turns."""
     max_context_tokens: int = Field(default=8192, ge=2)
     """Prompt, turns and observations of an episode together."""
+    max_tool_tokens: int = Field(default=2048, ge=32)
+    """Of one tool result; the middle of a longer one is left out."""
     max_turns: int = Field(default=8, ge=1)
     """Requests per episode."""
     max_concurrent_generations: int = Field(default=64, ge=1)
@@ -250,7 +285,7 @@ class EvalConfig(Section):
     eval_steps: int = Field(default=0, ge=0)
     """Optimizer batches between evaluations. 0: before the first and after the last only."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments that differ from `env.kwargs`."""
+    """Arguments that differ from `env.kwargs`; for a mix, those of each env under its name."""
 
 
 class CheckpointConfig(Section):
@@ -266,7 +301,10 @@ class RunConfig(Section):
     """One run."""
 
     model: ModelConfig
-    env: EnvConfig
+    env: EnvConfig | None = None
+    mix: dict[str, MixedEnvConfig] = Field(default_factory=dict, validate_default=True)
+    """In place of `env`, several, under names of your choice."""
+    curriculum: CurriculumConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     sglang: SGLangConfig = SGLangConfig()
     loss: LossConfig = LossConfig()
@@ -283,6 +321,51 @@ class RunConfig(Section):
     """Trackers that get the metrics through Accelerate."""
     save_trajectories: bool = True
     """Write every batch's episodes to `trajectories/`."""
+
+    @property
+    def envs(self) -> dict[str, EnvConfig]:
+        """By name; that of an only one is ""."""
+        return {"": self.env} if self.env else dict(self.mix)
+
+    @property
+    def eval_envs(self) -> dict[str, EnvConfig]:
+        """As held-out episodes are played on them."""
+        differs = self.eval.env_kwargs
+        return {
+            name: env.model_copy(
+                update={"kwargs": env.kwargs | (differs.get(name, {}) if name else differs)}
+            )
+            for name, env in self.envs.items()
+        }
+
+    @field_validator("mix")
+    @classmethod
+    def _env_or_mix(
+        cls, mix: dict[str, MixedEnvConfig], info: ValidationInfo
+    ) -> dict[str, MixedEnvConfig]:
+        if "env" in info.data and (info.data["env"] is None) == (not mix):
+            raise ValueError(
+                "a run has either env or mix: write env.id, or mix.<name>.id for each of several"
+            )
+        for name in mix:
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in METRIC_GROUPS:
+                raise ValueError(
+                    f"{name!r} cannot name an env and its metrics: take another name, of letters, "
+                    "digits, _ and -"
+                )
+        return mix
+
+    @model_validator(mode="after")
+    def _mix_agrees(self) -> Self:
+        if self.curriculum and not self.mix:
+            raise ValueError("curriculum needs the envs of a mix to choose from")
+        for name, differs in self.eval.env_kwargs.items() if self.mix else ():
+            if name not in self.mix or not isinstance(differs, dict):
+                raise ValueError(
+                    f"eval.env_kwargs.{name}: with a mix, it takes arguments under the name of an "
+                    f"env: {', '.join(self.mix)}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

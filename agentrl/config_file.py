@@ -9,7 +9,7 @@ import tempfile
 import textwrap
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -101,13 +101,28 @@ def describe_config() -> str:
     """Every key with its default and what it counts, for `--help`."""
     lines = []
     for name, field in RunConfig.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section):
-            lines.append(f"\n{name}: {section.__doc__}")
-            lines += [_describe(f"  {name}.{key}", f) for key, f in section.model_fields.items()]
+        if path := SECTIONS.get(name):
+            section, prefix = path
+            about = " ".join(filter(None, (field.description, section.__doc__)))
+            lines.append(f"\n{prefix}: {about}")
+            lines += [_describe(f"  {prefix}.{key}", f) for key, f in section.model_fields.items()]
         else:
             lines.append(_describe(name, field))
     return "\n".join(lines)
+
+
+def _sections() -> dict[str, tuple[type[Section], str]]:
+    found = {}
+    for name, field in RunConfig.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                many = get_origin(field.annotation) is dict
+                found[name] = (kind, f"{name}.<name>" if many else name)
+    return found
+
+
+SECTIONS = _sections()
+"""By key of a config: the kind of section that it holds, and how keys in it are begun."""
 
 
 def fresh_folder(folder: Path, sign: str) -> Path:
@@ -181,10 +196,9 @@ def _explain(detail: Any) -> str:
 
 def _suggest(location: list[str]) -> str:
     known = {name: name for name in RunConfig.model_fields}
-    for name, field in RunConfig.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section):
-            known |= {f"{name}.{key}": key for key in section.model_fields}
+    for name, (section, prefix) in SECTIONS.items():
+        prefix = ".".join(location[:2]) if location[0] == name == "mix" else prefix
+        known |= {f"{prefix}.{key}": key for key in section.model_fields}
     wanted = location[-1]
     near = (
         [path for path, key in known.items() if key == wanted]  # the right key, elsewhere

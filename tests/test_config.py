@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentrl.config import ConfigError, RunConfig, Section
+from agentrl import config_file
+from agentrl.config import ConfigError, RunConfig
 from agentrl.config_file import (
     describe_config,
     dump_config,
@@ -20,11 +22,7 @@ from agentrl.config_file import (
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = {"model": {"name_or_path": "m"}, "env": {"id": "e"}}
-SECTIONS = {
-    name: field.annotation
-    for name, field in RunConfig.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-}
+SECTIONS = {name: kind for name, (kind, prefix) in config_file.SECTIONS.items() if name == prefix}
 KEYS = {
     f"{section}.{key}": field
     for section, kind in SECTIONS.items()
@@ -204,5 +202,61 @@ def test_a_missing_key_is_named():
 
 
 def test_an_empty_config_says_what_every_run_needs():
-    with pytest.raises(ConfigError, match="key 'model' is missing\nkey 'env' is missing"):
+    with pytest.raises(ConfigError, match=r"key 'model' is missing\nmix: a run has .* write env.id"):
         make_config({})
+
+
+# Several envs.
+
+MIX = {"model": {"name_or_path": "m"}, "mix": {"sums": {"id": "e"}, "shop": {"id": "f"}}}
+
+
+def mixed(*overrides):
+    return make_config(parse_overrides([*overrides], copy.deepcopy(MIX)))
+
+
+def test_a_run_has_one_env_under_no_name_or_several_under_theirs():
+    assert [*config().envs] == [""] and config().envs[""].id == "e"
+    envs = mixed("mix.shop.weight=3.0", "mix.shop.kwargs.n=1").envs
+    assert [(name, env.id) for name, env in envs.items()] == [("sums", "e"), ("shop", "f")]
+    assert envs["shop"].kwargs == {"n": 1}
+
+
+def test_held_out_arguments_of_a_mix_stand_under_the_name_of_their_env():
+    assert config("eval.env_kwargs.n=2", "env.kwargs.n=1").eval_envs[""].kwargs == {"n": 2}
+    envs = mixed("eval.env_kwargs.shop.n=2", "mix.shop.kwargs={n: 1, m: 1}").eval_envs
+    assert envs["shop"].kwargs == {"n": 2, "m": 1} and envs["sums"].kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("env.id=e", "a run has either env or mix"),
+        ("mix.a/b.id=e", "mix: 'a/b' cannot name an env"),
+        ("mix.rollout.id=e", "mix: 'rollout' cannot name an env"),
+        ("mix.shop.weight=0.0", "key 'mix.shop.weight'"),
+        ("mix.shop.kwarg=1", "did you mean mix.shop.kwargs?"),
+        ("mix.shop.reward_weights=[1]", "1 reward_weights for 0 reward_funcs"),
+        ("mix.other.kwargs.n=1", "key 'mix.other.id' is missing"),
+        ("eval.env_kwargs.n=1", "eval.env_kwargs.n: with a mix"),
+    ],
+)
+def test_a_mix_that_does_not_fit_is_refused_by_its_key(override, said):
+    with pytest.raises(ConfigError) as caught:
+        mixed(override)
+    assert said in str(caught.value)
+
+
+def test_a_curriculum_needs_a_mix():
+    assert "curriculum needs" in refused("curriculum.floor=0.2")
+    assert mixed("curriculum={}").curriculum.success_reward == 1.0
+
+
+def test_the_keys_of_a_mix_are_explained():
+    assert "mix.<name>.weight" in describe_config() and "curriculum.floor" in describe_config()
+
+
+def test_a_mix_survives_its_dump(tmp_path):
+    before = mixed("curriculum.floor=0.2", "mix.shop.weight=2.0")
+    (tmp_path / "dump.yaml").write_text(dump_config(before))
+    assert load_config(tmp_path / "dump.yaml") == before
