@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any, NotRequired, get_type_hints, overload
+from itertools import islice
+from typing import Annotated, Any, NotRequired, Self, get_type_hints, overload
 
 import pydantic
 from pydantic.json_schema import GenerateJsonSchema
@@ -48,14 +49,20 @@ class Tool:
 
     Arguments are validated by pydantic in its lax mode ("5" passes for an int), without NaN and
     infinities. A coroutine function runs on the event loop, a plain one in a thread of its own,
-    and an `inline` one, which must be bounded to microseconds, on the event loop.
+    and an `inline` one, which must be bounded to microseconds, on the event loop. The calls of a
+    turn to tools that are `serial` run one after another, in the order written: they share a state.
 
     Raises:
         TypeError: the function lacks a docstring or a type, or takes arguments that have no name.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, timeout_s: float = 30.0, inline: bool = False
+        self,
+        function: Callable[..., Any],
+        *,
+        timeout_s: float = 30.0,
+        inline: bool = False,
+        serial: bool = False,
     ) -> None:
         doc = inspect.getdoc(function)
         if not doc:
@@ -65,19 +72,49 @@ class Tool:
         if inline and inspect.iscoroutinefunction(function):
             raise TypeError(f"tool {function.__name__} is async, and so cannot be inline")
         self.function = function
-        self.name = function.__name__
         self.timeout_s = timeout_s
         self.inline = inline
-        self.description, documented = _read_docstring(doc)
-        self._arguments = _arguments_type(function, documented)
-        parameters = self._arguments.json_schema(schema_generator=_Untitled)
+        self.serial = serial
+        description, documented = _read_docstring(doc)
+        arguments = _arguments_type(function, documented)
+        self._read = partial(_read_by_type, arguments)
+        parameters = arguments.json_schema(schema_generator=_Untitled)
         for noise in ("title", "additionalProperties", "description"):
             parameters.pop(noise, None)
+        self._describe(function.__name__, description, parameters)
+
+    @classmethod
+    def from_schema(
+        cls,
+        function: Callable[..., Any],
+        *,
+        name: str,
+        description: str,
+        parameters: dict[str, Any],
+        timeout_s: float = 30.0,
+    ) -> Self:
+        """A tool that another library describes: `parameters` is the JSON schema of its arguments.
+
+        They are checked strictly ("5" is no integer) and given to `function` by name.
+
+        Raises:
+            ValueError: `parameters` is no JSON schema.
+        """
+        made = cls.__new__(cls)
+        made.function = function
+        made.timeout_s, made.inline, made.serial = timeout_s, False, False
+        made._read = partial(_read_by_schema, _validator(name, parameters))
+        made._describe(name, description, parameters)
+        return made
+
+    def _describe(self, name: str, description: str, parameters: dict[str, Any]) -> None:
+        self.name = name
+        self.description = description
         self.schema: dict[str, Any] = {
             "type": "function",
             "function": {
-                "name": self.name,
-                "description": self.description,
+                "name": name,
+                "description": description,
                 "parameters": {"type": "object", "properties": {}, **parameters},
             },
         }
@@ -92,8 +129,8 @@ class Tool:
             Unavailable: as the function did.
         """
         try:
-            checked = self._arguments.validate_python(arguments)
-        except pydantic.ValidationError as error:
+            checked = self._read(arguments)
+        except _BadArguments as error:
             return ToolResult(
                 content=to_text(self._complaint(error)), outcome=ToolOutcome.BAD_ARGUMENTS
             )
@@ -117,32 +154,20 @@ class Tool:
                 outcome=ToolOutcome.ERROR,
             )
 
-    def _complaint(self, error: pydantic.ValidationError) -> str:
-        wrong = []
-        for detail in error.errors(include_url=False, include_input=False, include_context=False):
-            where = ".".join(map(str, detail["loc"]))
-            match detail["type"]:
-                case "missing":
-                    wrong.append(f"{where} is missing")
-                case "extra_forbidden":
-                    wrong.append(f"{where} is no argument")
-                case _:
-                    wrong.append(f"{where or 'arguments'}: {detail['msg']}")
+    def _complaint(self, error: _BadArguments) -> str:
         properties = self.schema["function"]["parameters"]["properties"]
         takes = ", ".join(
             f"{name} ({schema['type']})" if "type" in schema else name
             for name, schema in properties.items()
         )
-        return (
-            f"Error: bad arguments: {'; '.join(wrong[:3])}. {self.name} takes: {takes or 'nothing'}"
-        )
+        return f"Error: bad arguments: {error}. {self.name} takes: {takes or 'nothing'}"
 
 
 @overload
 def tool(function: Callable[..., Any]) -> Tool: ...
 @overload
 def tool(
-    *, timeout_s: float = 30.0, inline: bool = False
+    *, timeout_s: float = 30.0, inline: bool = False, serial: bool = False
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Make a typed function with a docstring a `Tool`; "Args:" in it describes the arguments.
@@ -166,6 +191,10 @@ def to_text(result: Any) -> str:
     if isinstance(result, bytes | bytearray):
         return result.decode(errors="replace")
     return json.dumps(to_jsonable_python(result, fallback=str), ensure_ascii=False)
+
+
+class _BadArguments(ValueError):
+    """Says in words for the model what is wrong with the arguments of a call."""
 
 
 class _Untitled(GenerateJsonSchema):
@@ -194,6 +223,55 @@ def _arguments_type(
     config = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
     arguments.__pydantic_config__ = config  # pyright: ignore[reportAttributeAccessIssue]
     return pydantic.TypeAdapter(arguments)
+
+
+def _read_by_type(arguments: pydantic.TypeAdapter[Any], given: Any) -> dict[str, Any]:
+    try:
+        return arguments.validate_python(given)
+    except pydantic.ValidationError as error:
+        details = error.errors(include_url=False, include_input=False, include_context=False)
+    wrong = []
+    for detail in details[:3]:
+        where = ".".join(map(str, detail["loc"]))
+        match detail["type"]:
+            case "missing":
+                wrong.append(f"{where} is missing")
+            case "extra_forbidden":
+                wrong.append(f"{where} is no argument")
+            case _:
+                wrong.append(f"{where or 'arguments'}: {detail['msg']}")
+    raise _BadArguments("; ".join(wrong))
+
+
+def _validator(name: str, parameters: dict[str, Any]) -> Any:
+    import referencing
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.validators import validator_for
+
+    kind = validator_for(parameters, Draft202012Validator)
+    try:
+        kind.check_schema(parameters)
+    except SchemaError as error:
+        raise ValueError(
+            f"tool {name}: its parameters are no JSON schema: {error.message}"
+        ) from error
+    return kind(parameters, registry=referencing.Registry())  # without one it would go online
+
+
+def _read_by_schema(validator: Any, given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise _BadArguments("arguments: they must be an object")
+    try:
+        json.dumps(given, allow_nan=False)
+    except ValueError:
+        raise _BadArguments("arguments: NaN and infinities are no numbers") from None
+    wrong = []
+    for error in islice(validator.iter_errors(given), 3):
+        where = ".".join(map(str, error.absolute_path)) or "arguments"
+        wrong.append(f"{where}: {error.message:.200}")
+    if wrong:
+        raise _BadArguments("; ".join(wrong))
+    return given
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from agentrl.env import TextEnv
@@ -14,15 +14,19 @@ from agentrl.types import Action, Message, ParseError, StopReason, Task, ToolCal
 Demonstration = tuple[Message, ...]
 """A solved example, shown before the task: from the user's message to the last assistant's."""
 
-_METRICS = (
-    "tool/calls",  # that ran
-    "tool/errors",  # the tool raised
+_FAILURES = (
+    "tool/errors",  # the tool raised, or said that it failed
     "tool/parse_errors",
     "tool/unknown",
     "tool/bad_arguments",
     "tool/timeouts",
     "tool/over_limit",  # beyond `max_calls_per_turn`, not run
 )
+_TOTAL = {
+    ToolOutcome.ERROR: "tool/errors",
+    ToolOutcome.BAD_ARGUMENTS: "tool/bad_arguments",
+    ToolOutcome.TIMEOUT: "tool/timeouts",
+}
 
 
 class ToolEnv(TextEnv):
@@ -34,7 +38,9 @@ class ToolEnv(TextEnv):
 
     Every attempt to call a tool is answered by one message of role "tool", in the order written:
     with the result, or with what was wrong (malformed, unknown tool, bad arguments, time-out, too
-    many calls). `info["metrics"]` counts them over the episode so far.
+    many calls). `info["metrics"]` counts them over the episode so far: `tool/calls` that ran, the
+    failures, and `tool/<name>/<outcome>` for each tool and `ToolOutcome`. Calls of a turn run side
+    by side, but for those of `serial` tools.
 
     Example:
         class Arithmetic(ToolEnv):
@@ -80,8 +86,9 @@ class ToolEnv(TextEnv):
         self.max_errors_per_episode = max_errors_per_episode
         self.max_tool_timeouts = max_tool_timeouts
         self.max_output_chars = max_output_chars
-        self.metrics: Counter[str] = Counter()
+        self.metrics: dict[str, float] = {}
         self._tools: dict[str, Tool] = {}
+        self._serial = asyncio.Lock()
         self._running = False
 
     def prompt(self, task: Task) -> list[Message]:
@@ -102,8 +109,9 @@ class ToolEnv(TextEnv):
                 rows[int(self.np_random.integers(len(rows)))] if rows else Task(id=f"seed-{seed}")
             )
         self.task: Task = task
-        self.metrics = Counter(dict.fromkeys(_METRICS, 0))
         self._tools = {tool.name: tool for tool in self.tools}
+        outcomes = [f"tool/{name}/{outcome}" for name in self._tools for outcome in ToolOutcome]
+        self.metrics = dict.fromkeys(["tool/calls", *_FAILURES, *outcomes], 0)
         self._running = True
         return self.prompt(task), {"metrics": dict(self.metrics)}
 
@@ -112,18 +120,19 @@ class ToolEnv(TextEnv):
 
         Raises:
             RuntimeError: the episode is over, or has not begun.
+            Unavailable: as a tool did; the other calls of the turn are cancelled.
         """
         if not self._running:
             raise RuntimeError("the episode is over; call reset before step")
         action = action if isinstance(action, Action) else Action(action)
         if not action.attempts:
             return self._end([], None if action.content.strip() else StopReason.NO_ACTION)
-        answers = await asyncio.gather(
-            *(self._answer(attempt, place) for place, attempt in enumerate(action.attempts))
+        answers = await _together(
+            self._answer(attempt, place) for place, attempt in enumerate(action.attempts)
         )
         if self.metrics["tool/timeouts"] >= self.max_tool_timeouts:
             return self._end(answers, StopReason.TOOL_TIMEOUTS)
-        failed = self.metrics.total() - self.metrics["tool/calls"]
+        failed = sum(self.metrics[name] for name in _FAILURES)
         if failed >= self.max_errors_per_episode:
             return self._end(answers, None)
         return answers, 0.0, False, False, {"metrics": dict(self.metrics)}
@@ -153,17 +162,25 @@ class ToolEnv(TextEnv):
         if tool is None:
             self.metrics["tool/unknown"] += 1
             return f"Error: no tool {attempt.name!r}; tools: {', '.join(self._tools) or 'none'}"
-        result = await tool(attempt.arguments)
-        match result.outcome:
-            case ToolOutcome.BAD_ARGUMENTS:
-                self.metrics["tool/bad_arguments"] += 1
-                return result.content
-            case ToolOutcome.TIMEOUT:
-                self.metrics["tool/timeouts"] += 1
-            case ToolOutcome.ERROR:
-                self.metrics["tool/errors"] += 1
-        self.metrics["tool/calls"] += 1
+        async with self._serial if tool.serial else contextlib.nullcontext():
+            result = await tool(attempt.arguments)
+        self.metrics[f"tool/{tool.name}/{result.outcome}"] += 1
+        if result.outcome in _TOTAL:
+            self.metrics[_TOTAL[result.outcome]] += 1
+        if result.outcome != ToolOutcome.BAD_ARGUMENTS:
+            self.metrics["tool/calls"] += 1
         return result.content
+
+
+async def _together(answers: Iterable[Coroutine[Any, Any, Message]]) -> list[Message]:
+    """All of them, in order; where one raises, the others are cancelled and have ended."""
+    tasks = [asyncio.create_task(answer) for answer in answers]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def clip(text: str, max_chars: int) -> str:

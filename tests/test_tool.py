@@ -293,3 +293,48 @@ def test_a_function_that_says_too_little_is_no_tool():
         tool(untyped)
     with pytest.raises(TypeError, match="cannot be given by name"):
         tool(spread)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}, "deep": {"$ref": "#/$defs/deep"}},
+    "required": ["n"],
+    "additionalProperties": False,
+    "$defs": {"deep": {"type": "object", "properties": {"x": {"type": "number"}}}},
+}
+
+
+def described(parameters: dict[str, Any]) -> Tool:
+    async def count(**arguments: Any) -> Any:
+        return arguments
+
+    return Tool.from_schema(count, name="count", description="Count.", parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"n": "5"}, "n: '5' is not of type 'integer'"),
+        ([1], "they must be an object"),
+        ({"n": 5, "deep": {"x": float("nan")}}, "NaN"),
+        ({}, "'n' is a required property"),
+        ({"n": 1, "m": 2}, "'m' was unexpected"),
+        ({"n": 1, "deep": {"x": "y"}}, "deep.x: 'y' is not of type 'number'"),
+    ],
+)
+def test_a_foreign_schema_checks_arguments_as_it_says(arguments: Any, said: str):
+    """F043."""
+    result = run(described(SCHEMA), arguments)
+    assert result.outcome == ToolOutcome.BAD_ARGUMENTS
+    assert said in result.content
+    assert "count takes: n (integer), deep" in result.content
+
+
+def test_a_foreign_schema_is_what_the_model_reads():
+    made = described(SCHEMA)
+    assert made.schema["function"] == {
+        "name": "count", "description": "Count.", "parameters": SCHEMA
+    }  # fmt: skip
+    assert run(made, {"n": 1, "deep": {"x": 1}}).content == '{"n": 1, "deep": {"x": 1}}'
+    with pytest.raises(ValueError, match="tool count: its parameters are no JSON schema"):
+        described({"type": "nonsense"})

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.tool import ToolResult, tool
+from agentrl.tool import ToolResult, Unavailable, tool
 from agentrl.types import Action, Message, ParseError, StopReason, Task, ToolCall
 from envs.tool_env import ToolEnv, clip, demonstration
 from tools.calculator import calc
@@ -102,6 +102,10 @@ def test_what_cannot_run_is_answered_in_words_and_counted():
         "tool/bad_arguments": 1,
         "tool/timeouts": 0,
         "tool/over_limit": 0,
+        "tool/calc/ok": 0,
+        "tool/calc/error": 1,
+        "tool/calc/bad_arguments": 1,
+        "tool/calc/timeout": 0,
     }
 
 
@@ -139,6 +143,57 @@ def test_calls_run_side_by_side_answer_in_order_and_end_at_the_limit():
     assert [answer.tool_call_id for answer in answers] == ["a", "b", "c"]
     assert finished == ["r2", "r1"]
     assert info["metrics"]["tool/over_limit"] == 1
+
+
+@pytest.mark.parametrize("serial", [True, False])
+def test_calls_of_serial_tools_run_one_after_another_in_the_order_written(serial: bool):
+    """What a notebook's second cell uses was made by its first."""
+    running, together = [], []
+
+    @tool(serial=serial)
+    async def cell(seconds: float) -> int:
+        """Run a cell."""
+        running.append(seconds)
+        together.append(len(running))
+        await asyncio.sleep(seconds)
+        running.remove(seconds)
+        return len(together)
+
+    class Notebook(Env):
+        tools = (cell,)
+
+    attempts = [call(f"c{seconds}", "cell", seconds=seconds) for seconds in (0.02, 0.01, 0.0)]
+    ((answers, *_),) = play(Notebook(), acting(*attempts))
+    assert max(together) == (1 if serial else 3)
+    if serial:
+        assert [answer.content for answer in answers] == ["1", "2", "3"]
+
+
+def test_a_tool_that_is_out_of_order_cancels_the_other_calls_and_rises():
+    """F052: the episode is a fault, and nothing of its turn runs on."""
+    ended = []
+
+    @tool
+    async def waits() -> None:
+        """Wait."""
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append("waits")
+
+    @tool
+    async def broken() -> None:
+        """Break."""
+        await asyncio.sleep(0.01)
+        raise Unavailable("no sandbox")
+
+    class Broken(Env):
+        tools = (waits, broken)
+
+    with pytest.raises(Unavailable, match="no sandbox"):
+        play(Broken(), acting(call("a", "waits"), call("b", "broken")))
+    assert ended == ["waits"]
 
 
 def test_time_outs_are_answered_with_the_limit_and_end_the_episode_after_some():
