@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,14 +26,16 @@ import psutil
 import torch
 
 from agentrl.checklist import Checklist
-from agentrl.config import ConfigError, RunConfig
+from agentrl.config import ConfigError, EnvConfig, RunConfig
 from agentrl.env import EnvNotFound, make_env, tasks_of, to_messages
 from agentrl.memory import BF16, FP32, GIB, Machine, gib, num_concurrent, read_shape
 from agentrl.models import ModelError
 from agentrl.plan import make_plan, tool_limits
 from agentrl.protocols import Engine, EngineError, Probe
-from agentrl.renderer import RendererError
+from agentrl.renderer import Renderer, RendererError
+from agentrl.shutdown import shut_down
 from agentrl.threads import run_in_thread
+from agentrl.tool import Unavailable
 from agentrl.types import Message, Sampling
 from parts import (
     EngineKind,
@@ -40,7 +43,6 @@ from parts import (
     make_engine,
     make_learner,
     make_probe,
-    make_renderer,
     make_servers,
 )
 from rollout.engines.local_load import fast_dtype
@@ -56,6 +58,7 @@ from rollout.launch import (
     launch_command,
 )
 from rollout.server import Fleet
+from rollout.setups import make_renderers, preflight
 from train.weight_sync.transports import choose_transport
 
 NEWEST_KNOWN = (0, 5, 23)  # release of SGLang whose sources were read
@@ -105,7 +108,7 @@ def describe_machine(config: RunConfig, engine: EngineKind, gpus: Gpus) -> Machi
     )
 
 
-def dry_run(config: RunConfig, env: Any, engine: EngineKind, gpus: Gpus) -> None:
+def dry_run(config: RunConfig, envs: Mapping[str, Any], engine: EngineKind, gpus: Gpus) -> None:
     """Print the plan.
 
     Raises:
@@ -119,7 +122,8 @@ def dry_run(config: RunConfig, env: Any, engine: EngineKind, gpus: Gpus) -> None
         if not HUB_ID.fullmatch(name):
             raise
         shape = str(error)
-    plan = make_plan(config, machine, shape, tool_limits(env))
+    plan = make_plan(config, machine, shape, envs)
+    plan.sections["envs"] += look(config, envs)
     if engine == "sglang" and config.sglang.urls:
         plan.sections["start these servers, each on its machine"] = launch_commands(
             config, machine, sys.maxsize if isinstance(shape, str) else shape.max_positions
@@ -129,6 +133,14 @@ def dry_run(config: RunConfig, env: Any, engine: EngineKind, gpus: Gpus) -> None
     print(plan)
     if plan.objections:
         raise ConfigError("this cannot run: " + "\n".join(plan.objections))
+
+
+def look(config: RunConfig, envs: Mapping[str, Any]) -> list[str]:
+    """What the envs need and find here; a plan may be for another machine."""
+    try:
+        return preflight(envs, config.rollout.env_timeout_s)
+    except EnvNotFound as error:
+        return [f"not to be had here: {error}"]
 
 
 def launch_commands(config: RunConfig, machine: Machine, max_positions: int) -> list[str]:
@@ -156,12 +168,14 @@ def launch_commands(config: RunConfig, machine: Machine, max_positions: int) -> 
     return commands
 
 
-def examine(config: RunConfig, env: Any) -> bool:
+def examine(config: RunConfig, envs: Mapping[str, Any]) -> bool:
     """Try everything that the run needs, once; leave nothing behind. Whether all of it works.
 
     A check that fails stops only those that need its result.
     """
-    checklist = Checklist(ConfigError, EngineError, ModelError, EnvNotFound, RendererError)
+    checklist = Checklist(
+        ConfigError, EngineError, ModelError, EnvNotFound, RendererError, Unavailable
+    )
     kind = choose_engine(config)
     gpus = Gpus.here()
     with checklist.check("versions") as say:
@@ -182,37 +196,43 @@ def examine(config: RunConfig, env: Any) -> bool:
             say(", ".join(str(h.getsockname()[1]) for h in holders) + f" of {HOST} can be had")
             for holder in holders:
                 holder.close()
-    messages: list[Message] = []
-    with checklist.check("env") as say:
-        messages = asyncio.run(_reset(config, env))
-        limits = [f"{name} {seconds:g} s" for name, seconds in tool_limits(env)]
-        say(f"reset gives {len(messages)} messages within {config.rollout.env_timeout_s:g} s")
-        say("time limits of tools: " + (", ".join(limits) or "none needs one"))
+    prompts: dict[str, list[Message]] = {}
+    for name, env in envs.items():
+        with checklist.check(f"env {name}".strip()) as say:
+            limit = config.rollout.env_timeout_s
+            for line in preflight({"": env}, limit):
+                say(line)
+            prompts[name] = asyncio.run(_reset(config.envs[name], env, config.seed, limit))
+            tools = [f"{tool} {seconds:g} s" for tool, seconds in tool_limits({"": env})]
+            say(f"reset gives {len(prompts[name])} messages within {limit:g} s")
+            say("time limits of tools: " + (", ".join(tools) or "none needs one"))
     with tempfile.TemporaryDirectory(prefix="agentrl-doctor-") as folder:
-        _examine_model(checklist, config, env, messages, Path(folder))
+        _examine_model(checklist, config, envs, prompts, Path(folder))
     checklist.finish()
     return not checklist.num_failed
 
 
-async def _reset(config: RunConfig, env: Any) -> list[Message]:
-    """What an env of its own says first, of the first task."""
+async def _reset(config: EnvConfig, env: Any, seed: int, limit_s: float) -> list[Message]:
+    """What an env of its own says first, of the first task; what it took is given back."""
     task = next(iter(tasks_of(env, "train") or ()), None)
-    own: Any = make_env(config.env.id, **config.env.kwargs)
+    own: Any = make_env(config.id, **config.kwargs)
     options = {"task": task}
     try:
+        if hasattr(own.unwrapped, "acquire"):
+            await asyncio.wait_for(own.unwrapped.acquire(), limit_s)
         if inspect.iscoroutinefunction(own.unwrapped.reset):
-            reset = own.unwrapped.reset(seed=config.seed, options=options)
-            observation, _ = await asyncio.wait_for(reset, config.rollout.env_timeout_s)
+            reset = own.unwrapped.reset(seed=seed, options=options)
+            observation, _ = await asyncio.wait_for(reset, limit_s)
         else:
             observation, _ = await run_in_thread(
-                lambda: own.reset(seed=config.seed, options=options),
-                timeout_s=config.rollout.env_timeout_s,
+                lambda: own.reset(seed=seed, options=options), timeout_s=limit_s
             )
         return to_messages(observation)
     finally:
         closing = own.close()
         if inspect.isawaitable(closing):
             await closing
+        await shut_down()
 
 
 def _sglang_version(python: str) -> str:
@@ -234,26 +254,29 @@ def _sglang_version(python: str) -> str:
 def _examine_model(
     checklist: Checklist,
     config: RunConfig,
-    env: Any,
-    messages: list[Message],
+    envs: Mapping[str, Any],
+    prompts: Mapping[str, list[Message]],
     folder: Path,
 ) -> None:
-    learner = renderer = engine = fleet = None
+    learner = engine = fleet = None
+    renderers: dict[str, Renderer] = {}
     with checklist.check("model") as say:
         learner, tokenizer = make_learner(config, folder)
         size = sum(p.numel() for p in learner.model.parameters())
         device = learner.accelerator.device
         say(f"{config.model.name_or_path}: {size / 1e9:.3g} billion parameters on {device}")
-        renderer = make_renderer(config, env, tokenizer)
-    if learner is None or renderer is None:
+        renderers = make_renderers(config, envs, tokenizer)
+    if learner is None or not renderers:
         for name in ("template", "disk", "engine"):
             checklist.skip(name, "needs the model")
         return
     prompt: list[int] = []
     with checklist.check("template") as say:
-        say(renderer.probe())
-        prompt = renderer.prompt(messages)
-        say(f"the env's prompt has {len(prompt)} tokens")
+        for name, renderer in renderers.items():
+            say(f"{name}: {renderer.probe()}".removeprefix(": "))
+            if name in prompts:
+                prompt = renderer.prompt(prompts[name])
+                say(f"the prompt of env {name}".strip() + f" has {len(prompt)} tokens")
     with checklist.check("disk") as say:
         say(_room_on_disk(config, sum(p.numel() for p in learner.model.parameters())))
     with checklist.check("engine") as say:
@@ -263,6 +286,7 @@ def _examine_model(
     if engine is None:
         checklist.skip("start", "needs the engine")
         return
+    renderer = next(iter(renderers.values()))
     probe = make_probe(config, learner, renderer)
     asyncio.run(_examine_engine(checklist, config, engine, fleet, learner, renderer, probe, prompt))
 

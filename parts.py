@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +12,10 @@ import accelerate
 import torch
 
 from agentrl.config import ConfigError, RunConfig
-from agentrl.env import make_env, open_env, tasks_of
 from agentrl.memory import num_concurrent
 from agentrl.models import locate_model
 from agentrl.protocols import Engine, Probe
 from agentrl.renderer import Renderer
-from agentrl.rubric import load_rewards
 from agentrl.types import Message
 from rollout.engines.local import LocalEngine
 from rollout.engines.local_load import engine_dtype, fast_dtype
@@ -26,7 +23,7 @@ from rollout.engines.sglang import SGLangEngine
 from rollout.launch import context_length
 from rollout.manager import RolloutManager
 from rollout.server import Fleet, make_fleet
-from rollout.tasks import TaskStream
+from rollout.setups import eval_draws, make_setups, open_envs, train_tasks
 from train.display import EpisodeCount
 from train.learner import Learner
 from train.model import load_model
@@ -65,15 +62,6 @@ def make_learner(config: RunConfig, folder: Path) -> tuple[Learner, Any]:
     accelerate.utils.set_seed(config.seed)
     model, tokenizer = load_model(config.model, seed=config.seed)
     return Learner(model, config, accelerator), tokenizer
-
-
-def make_renderer(config: RunConfig, env: Any, tokenizer: Any) -> Renderer:
-    return Renderer(
-        tokenizer,
-        tool_format=config.rollout.tool_format,
-        tools=[tool.schema for tool in getattr(env, "tools", ())],
-        history=config.rollout.history,
-    )
 
 
 def make_servers(config: RunConfig, learner: Learner, folder: Path) -> Fleet | None:
@@ -125,31 +113,25 @@ def make_engine(config: RunConfig, learner: Learner, fleet: Fleet | None, folder
 
 def make_rollouts(
     config: RunConfig,
-    env: Any,
+    envs: Mapping[str, Any],
     learner: Learner,
-    renderer: Renderer,
+    renderers: Mapping[str, Renderer],
     folder: Path,
     on_episode: EpisodeCount,
 ) -> RolloutManager:
-    eval_kwargs = config.env.kwargs | config.eval.env_kwargs
-    eval_tasks = None
     with unfit():
-        tasks = TaskStream(tasks_of(env, "train"), config.seed)
-        if config.eval.num_tasks:
-            eval_tasks = TaskStream(tasks_of(open_env(config.env.id, eval_kwargs), "test"), 0)
-        rubric = load_rewards(config.env.reward_funcs, config.env.reward_weights)
+        tasks = train_tasks(config, envs)
+        draws = eval_draws(config, open_envs(config.eval_envs)) if config.eval.num_tasks else []
+        setups = make_setups(config, renderers)
     engine = make_engine(config, learner, make_servers(config, learner, folder), folder)
     try:
         return RolloutManager(
             engine=engine,
-            rubric=rubric,
-            make_env=partial(make_env, config.env.id, **config.env.kwargs),
-            renderer=renderer,
+            envs=setups,
             config=config.rollout,
             tasks=tasks,
-            eval_make_env=partial(make_env, config.env.id, **eval_kwargs),
             eval_config=config.eval,
-            eval_tasks=eval_tasks,
+            eval_draws=draws,
             seed=config.seed,
             on_episode=on_episode,
         )

@@ -25,17 +25,18 @@ import transformers
 
 from agentrl.config import ConfigError, RunConfig
 from agentrl.config_file import describe_config, dump_config, fresh_folder, load_config
-from agentrl.env import EnvNotFound, open_env
+from agentrl.env import EnvNotFound
 from agentrl.metrics import MetricsError
 from agentrl.models import ModelError
 from agentrl.plan import describe, require_room, require_time, time_limits, tool_limits
 from agentrl.protocols import EngineError
 from agentrl.renderer import RendererError
 from doctor import Gpus, dry_run, examine
-from parts import choose_engine, make_learner, make_probe, make_renderer, make_rollouts, unfit
+from parts import choose_engine, make_learner, make_probe, make_rollouts, unfit
 from rollout.engines.local_load import use_all_cores
 from rollout.launch import assign_gpus, find_interpreter
 from rollout.manager import RolloutError
+from rollout.setups import make_renderers, open_envs, preflight
 from train.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
 from train.display import Display, EpisodeCount
 from train.learner import TrainingError
@@ -61,10 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(dump_config(config), end="")
         elif options.dry_run:
             gpus = options.assume_gpus or Gpus.here()
-            dry_run(config, sound_env(config), choose_engine(config, gpus.count), gpus)
+            dry_run(config, sound_envs(config), choose_engine(config, gpus.count), gpus)
         elif options.doctor:
-            env = sound_env(config)
-            return 0 if examine(config, env) else 1
+            return 0 if examine(config, sound_envs(config)) else 1
         else:
             run(config, resume=options.resume)
         return 0
@@ -120,14 +120,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(config: RunConfig, *, resume: bool) -> None:
-    env = sound_env(config)
+    envs = sound_envs(config)
     require_servers(config)
     folder = Path(config.output_dir)
     checkpoint = latest_checkpoint(folder / "checkpoints") if resume else None
     if resume and checkpoint is None:
         raise ConfigError(f"output_dir={folder} holds no complete checkpoint to resume from")
     engine = choose_engine(config)
-    limits = time_limits(config, engine, tool_limits(env))
+    for line in preflight(envs, config.rollout.env_timeout_s):
+        print(line)
+    limits = time_limits(config, engine, tool_limits(envs))
     print("time limits: " + ", ".join(f"{name} {seconds:g} s" for name, seconds, _ in limits))
     title = describe(config, engine)
     if checkpoint is None:
@@ -136,13 +138,16 @@ def run(config: RunConfig, *, resume: bool) -> None:
             title.append(f"{config.output_dir} holds a run already; this one lies in {folder}")
             config = config.model_copy(update={"output_dir": str(folder)})
     learner, tokenizer = make_learner(config, folder)
-    renderer = make_renderer(config, env, tokenizer)
-    title.append(f"template {renderer.probe()}")
+    renderers = make_renderers(config, envs, tokenizer)
+    probes = dict.fromkeys(renderer.probe() for renderer in renderers.values())
+    title += [f"template {line}" for line in probes]
     state = load_checkpoint(checkpoint, learner) if checkpoint else None
     if state:
         title.append(f"resumed after step {state.step}: {checkpoint}")
     display = Display(max_steps=config.max_steps, title="\n".join(title))
-    rollouts = make_rollouts(config, env, learner, renderer, folder, EpisodeCount(config, display))
+    rollouts = make_rollouts(
+        config, envs, learner, renderers, folder, EpisodeCount(config, display)
+    )
     accelerator = learner.accelerator
     with rollouts, display:
         if state:
@@ -150,7 +155,7 @@ def run(config: RunConfig, *, resume: bool) -> None:
                 rollouts.load_state_dict(state.rollouts)
         accelerator.init_trackers("agentrl")
         record = RunRecord(folder, config, accelerator, tokenizer, state)
-        probe = partial(make_probe, config, learner, renderer)
+        probe = partial(make_probe, config, learner, next(iter(renderers.values())))
         try:
             train(config, learner, rollouts, record, display, state, probe)
         except BaseException as error:
@@ -161,14 +166,14 @@ def run(config: RunConfig, *, resume: bool) -> None:
         display.finish(record.summary())
 
 
-def sound_env(config: RunConfig) -> Any:
-    """The env, after what can be known to fail before anything is loaded."""
+def sound_envs(config: RunConfig) -> dict[str, Any]:
+    """The envs by name, after what can be known to fail before anything is loaded."""
     require_one_process()
     require_trackers(config)
     require_room(config)
-    env = open_env(config.env.id, config.env.kwargs)
-    require_time(config, tool_limits(env))
-    return env
+    envs = open_envs(config.envs)
+    require_time(config, tool_limits(envs))
+    return envs
 
 
 def require_one_process() -> None:

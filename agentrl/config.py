@@ -15,10 +15,9 @@ from pydantic import (
     model_validator,
 )
 
-
 METRIC_GROUPS = frozenset(
-    "called_tool completions correct engine env eval mismatch mix reward rollout sandbox stop sync "
-    "time tool train".split()
+    {"completions", "correct", "engine", "env", "eval", "mismatch", "mix", "rollout", "sandbox"}
+    | {"stop", "sync", "time", "tool", "train"}
 )
 """What metrics are named under already, so that no env of a mix may be."""
 

@@ -122,17 +122,21 @@ class Room:
         yield f"  {gib(self.total):>11}  of {gib(self.capacity)}: {verdict}"
 
 
-def num_concurrent(config: RunConfig) -> int:
-    """Requests in the engine at once: as the limit says, or as many episodes as there are."""
+def num_alive(config: RunConfig) -> int:
+    """Episodes in play at once."""
     rollout = config.rollout
     groups = max(
         (rollout.max_staleness + 1) * rollout.prompts_per_step,
         math.ceil(rollout.prompts_per_step * rollout.oversampling),
     )
-    episodes = max(
+    return max(
         groups * rollout.num_generations, config.eval.num_tasks * config.eval.num_generations
     )
-    return min(rollout.max_concurrent_generations, episodes)
+
+
+def num_concurrent(config: RunConfig) -> int:
+    """Requests in the engine at once: as the limit says, or as many episodes as there are."""
+    return min(config.rollout.max_concurrent_generations, num_alive(config))
 
 
 def memory(

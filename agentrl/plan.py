@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.config import ConfigError, RunConfig
-from agentrl.memory import BF16, Machine, ModelShape, count, memory, num_concurrent
+from agentrl.memory import (
+    BF16,
+    Machine,
+    ModelShape,
+    count,
+    memory,
+    num_alive,
+    num_concurrent,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,14 +37,15 @@ def make_plan(
     config: RunConfig,
     machine: Machine,
     shape: ModelShape | str,
-    tools: Sequence[tuple[str, float]] = (),
+    envs: Mapping[str, Any],
 ) -> Plan:
     """
     Args:
         shape: as a text it says why it is unknown.
-        tools: name and time limit, in seconds, of those that have one.
+        envs: one of each, by name.
     """
     plan = Plan()
+    plan.sections["envs"] = list(env_lines(config, envs))
     plan.sections["who runs where"] = list(places(config, machine))
     plan.sections["a step, over all processes"] = list(batch_arithmetic(config))
     if isinstance(shape, str):
@@ -45,7 +54,7 @@ def make_plan(
         plan.sections["memory"] = list(memory(config, machine, shape, plan.objections))
     plan.sections["time limits"] = [
         f"{name:<26} {seconds:>6g} s  {meaning}"
-        for name, seconds, meaning in time_limits(config, machine.engine, tools)
+        for name, seconds, meaning in time_limits(config, machine.engine, tool_limits(envs))
     ]
     return plan
 
@@ -112,9 +121,35 @@ def batch_arithmetic(config: RunConfig) -> Iterator[str]:
     )
 
 
-def tool_limits(env: Any) -> list[tuple[str, float]]:
-    """Name and time limit, in seconds, of the env's tools that have one."""
-    return [(tool.name, tool.timeout_s) for tool in getattr(env, "tools", ()) if not tool.inline]
+def tool_limits(envs: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Name and time limit, in seconds, of the envs' tools that have one."""
+    return [
+        (f"{name}/{tool.name}" if name else tool.name, tool.timeout_s)
+        for name, env in envs.items()
+        for tool in getattr(env, "tools", ())
+        if not tool.inline
+    ]
+
+
+def env_lines(config: RunConfig, envs: Mapping[str, Any]) -> Iterator[str]:
+    """Which envs play, and how many of the sandboxes that their episodes need there can be."""
+    total = sum(env.weight for env in config.mix.values())
+    for name, env in config.mix.items():
+        yield f"{name}: {env.id}, {env.weight / total:.0%} of the prompts"
+    if config.env:
+        yield config.env.id
+    needing: dict[Any, list[str]] = {}  # by config: envs of the same one share their sandboxes
+    for name, env in envs.items():
+        if sandbox := getattr(env, "sandbox_config", None):
+            needing.setdefault(sandbox, []).append(name)
+    for sandbox, names in needing.items():
+        alive, most = num_alive(config), sandbox.max_sandboxes
+        who = f" of {', '.join(names)}" if config.mix else ""
+        yield (
+            f"up to {count(alive, 'episode')}{who} at once, each in a sandbox of its own, of which "
+            f"sandbox.max_sandboxes={most} allows "
+            + ("enough" if alive <= most else "fewer: the others wait before they begin")
+        )
 
 
 def time_limits(
@@ -146,9 +181,9 @@ def describe(config: RunConfig, engine: str) -> list[str]:
     rollout, optim = config.rollout, config.optim
     num_episodes = rollout.prompts_per_step * rollout.num_generations
     num_updates = optim.num_minibatches * optim.num_iterations
+    envs = " + ".join(env.id for env in config.envs.values())
     return [
-        f"{config.model.name_or_path} · {config.env.id} · {config.loss.loss_type} · "
-        f"{config.output_dir}",
+        f"{config.model.name_or_path} · {envs} · {config.loss.loss_type} · {config.output_dir}",
         f"a step: {rollout.prompts_per_step} prompts x {rollout.num_generations} episodes = "
         f"{num_episodes} episodes, {num_updates} optimizer step{'s' * (num_updates > 1)}",
         f"engine: {engine} (rollout.engine={rollout.engine})",

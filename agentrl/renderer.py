@@ -123,6 +123,27 @@ class Renderer:
             finish_reason=finish_reason,
         )
 
+    def clip(self, text: str, max_tokens: int) -> str:
+        """`text`, or where it has more tokens, its head and tail around how many were left out.
+
+        It is cut between characters. A text that is short enough is given back as it is.
+        """
+        if len(text) <= max_tokens and len(text.encode("utf-8", "replace")) <= max_tokens:
+            return text  # no token is less than a byte
+        self._backend.no_truncation()
+        places = self._backend.encode(
+            text.encode("utf-8", "replace").decode(), add_special_tokens=False
+        ).offsets
+        if len(places) <= max_tokens:
+            return text
+        marker = f"\n[{len(places)} tokens left out]\n"
+        kept = max(max_tokens - len(self._encode(marker)), 0)
+        tail = kept // 2
+        left_out = places[kept - tail : len(places) - tail]
+        # All tokens of one character have its place: where they are cut apart, it is left out.
+        head, rest = text[: left_out[0][0]], text[left_out[-1][1] :]
+        return f"{head}\n[{len(left_out)} tokens left out]\n{rest}"
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, control tokens included; for parsing and display only."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)

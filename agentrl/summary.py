@@ -14,8 +14,16 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
     Each named reward and metric is a mean over the episodes that have it. Lengths count tokens:
     `completions/mean_length` the sampled ones, `completions/mean_env_tokens` those that an env
-    wrote between them.
+    wrote between them. Where tasks name their env, all of it is there as `<env>/…` too.
     """
+    metrics = _means(groups)
+    for env in {group.task.env for group in groups} - {""}:
+        of_env = _means([group for group in groups if group.task.env == env])
+        metrics |= {f"{env}/{name}": value for name, value in of_env.items()}
+    return metrics
+
+
+def _means(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     metrics = MeanMetrics()
     reasons = {t.stop_reason for group in groups for t in group.trajectories if t.stop_reason}
     for group in groups:

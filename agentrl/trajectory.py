@@ -184,6 +184,7 @@ class TrajectoryGroup:
         return {
             "id": self.id,
             "task": self.task.id,
+            "env": self.task.env,
             "answer": self.task.answer,
             "trajectories": [trajectory.to_dict() for trajectory in self.trajectories],
         }

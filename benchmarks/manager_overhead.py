@@ -14,6 +14,7 @@ import time
 from agentrl.renderer import Renderer
 from agentrl.types import Completion
 from rollout.manager import RolloutManager
+from rollout.stage import EnvSetup
 from rollout.tasks import TaskStream
 from tests.engines import CountEnv, ScriptedEngine, byte_renderer, config, make_tasks
 
@@ -52,8 +53,7 @@ def main() -> None:
         renderer = Renderer(tokenizer, tool_format="none")
     manager = RolloutManager(
         engine=Instant(renderer),
-        make_env=lambda: CountEnv(NUM_TURNS),
-        renderer=renderer,
+        envs={"": EnvSetup(make_env=lambda: CountEnv(NUM_TURNS), renderer=renderer)},
         config=config(
             prompts_per_step=NUM_GROUPS,
             num_generations=GROUP_SIZE,

@@ -347,18 +347,20 @@ async def simulate(
     metrics, gate = MeanMetrics(), Gate(config.max_concurrent_generations)
     faults = FaultBudget(config, metrics)
     player = GroupPlayer(
-        stage=Stage(
-            engine=engine,
-            make_env=ToolEnv,
-            renderer=renderer,
-            config=config,
-            rubric=None,
-            generation=gate,
-            env_calls=asyncio.Semaphore(config.max_concurrent_env_calls),
-            turnstile=Turnstile(),
-            prompt=PromptMemo(renderer.prompt),
-            metrics=metrics,
-        ),
+        stages={
+            "": Stage(
+                engine=engine,
+                make_env=ToolEnv,
+                renderer=renderer,
+                config=config,
+                rubric=None,
+                generation=gate,
+                env_calls=asyncio.Semaphore(config.max_concurrent_env_calls),
+                turnstile=Turnstile(),
+                prompt=PromptMemo(renderer.prompt),
+                metrics=metrics,
+            )
+        },
         kind="train",
         num_generations=num_generations,
         seed=0,

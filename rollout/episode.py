@@ -11,6 +11,7 @@ import inspect
 import itertools
 import logging
 import math
+import time
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -18,12 +19,12 @@ from typing import Any
 
 import gymnasium
 
-from agentrl.env import to_messages
+from agentrl.env import TextEnv, to_messages
 from agentrl.rubric import RewardError, Rubric
 from agentrl.threads import FOREIGN_ERRORS, run_in_thread
 from agentrl.trajectory import Trajectory
-from agentrl.types import Action, Sampling, StopReason
-from rollout.guards import Fault, faults, work
+from agentrl.types import Action, Message, Sampling, StopReason
+from rollout.guards import Fault, faults, spend, stopped, work
 from rollout.seeds import derive_seed
 from rollout.stage import Episode, Stage
 
@@ -86,6 +87,7 @@ async def _reset(episode: Episode, stage: Stage) -> dict[str, Any]:
     await stage.turnstile.pass_through()
     with faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
         episode.env = env = stage.make_env()
+        await _acquire(episode)
         async with work(episode, "reset", "env", stage.env_calls, config.env_timeout_s):
             options = {"task": episode.task}
             observation, info = await _call(env, "reset", seed=episode.env_seed, options=options)
@@ -97,6 +99,19 @@ async def _reset(episode: Episode, stage: Stage) -> dict[str, Any]:
             f"the prompt has {len(tape)} tokens, max_context_tokens={config.max_context_tokens}",
         )
     return info
+
+
+async def _acquire(episode: Episode) -> None:
+    """Wait for what the env must have to itself, however long: no slot is held meanwhile."""
+    assert episode.env is not None
+    env = episode.env.unwrapped
+    if getattr(type(env), "acquire", TextEnv.acquire) is TextEnv.acquire:
+        return
+    episode.enter("acquire")
+    began = time.perf_counter()
+    with faults(StopReason.ENV_ERROR, StopReason.ENV_ERROR), stopped(episode.clock):
+        await env.acquire()  # type: ignore[attr-defined]
+    spend(episode, "queue", time.perf_counter() - began)
 
 
 async def _generate(episode: Episode, stage: Stage, max_new_tokens: int) -> Action:
@@ -164,6 +179,7 @@ async def _step(
         if reason is not None:
             tape.messages += new
             return info, reason
+        new = _clip_results(new, tape, stage)
         delta = stage.renderer.observation(tape.messages, new, context=tape.context)
         tape.messages += new
     kept = 0 if delta.new_segment else len(tape) - tape.segment_starts[-1]
@@ -171,6 +187,19 @@ async def _step(
         return info, StopReason.CONTEXT_LENGTH
     tape.observe(delta.token_ids, new_segment=delta.new_segment)
     return info, None
+
+
+def _clip_results(new: list[Message], tape: Trajectory, stage: Stage) -> list[Message]:
+    """Leave out the middle of tool results that are too long."""
+    clipped = []
+    for message in new:
+        if message.role == "tool":
+            content = stage.renderer.clip(message.content, stage.config.max_tool_tokens)
+            is_shorter = content is not message.content
+            tape.metrics["tool/clipped"] = tape.metrics.get("tool/clipped", 0.0) + is_shorter
+            message = replace(message, content=content) if is_shorter else message
+        clipped.append(message)
+    return clipped
 
 
 def _end(tape: Trajectory, info: dict[str, Any], reason: StopReason) -> StopReason:

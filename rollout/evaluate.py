@@ -15,7 +15,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -28,15 +27,15 @@ from rich.table import Table
 
 from agentrl.config import ConfigError, RunConfig
 from agentrl.config_file import fresh_folder, load_config, make_config, parse_overrides
-from agentrl.env import EnvNotFound, make_env, open_env, tasks_of
+from agentrl.env import EnvNotFound
 from agentrl.models import ModelError
 from agentrl.protocols import EngineDied
-from agentrl.renderer import Renderer, RendererError
-from agentrl.rubric import load_rewards
+from agentrl.renderer import RendererError
 from agentrl.summary import summarize
 from agentrl.trajectory import TrajectoryGroup, write_groups
 from rollout.engines.local_load import load_engine
 from rollout.manager import RolloutError, RolloutManager
+from rollout.setups import eval_draws, make_renderers, make_setups, open_envs, preflight
 from rollout.tasks import TaskStream
 
 
@@ -81,7 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     figures = evaluation(groups, options.pass_reward)
     (folder / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     write_groups(folder / "trajectories.jsonl", groups)
-    table = Table(title=f"{config.model.name_or_path} on {config.env.id}", title_justify="left")
+    ids = " + ".join(env.id for env in config.envs.values())
+    table = Table(title=f"{config.model.name_or_path} on {ids}", title_justify="left")
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in figures.items():
@@ -94,37 +94,30 @@ def main(arguments: list[str] | None = None) -> int:
 
 def play(config: RunConfig) -> list[TrajectoryGroup]:
     """The groups of the held-out tasks, one per task."""
-    kwargs = config.env.kwargs | config.eval.env_kwargs
-    env = open_env(config.env.id, kwargs)
+    envs = open_envs(config.eval_envs)
+    console = Console(stderr=True)
+    for line in preflight(envs, config.rollout.env_timeout_s):
+        console.print(line, soft_wrap=True, markup=False)
+    engine, tokenizer = load_engine(config.model.name_or_path, config.rollout)
+    renderers = make_renderers(config, envs, tokenizer)
     try:
-        tasks = TaskStream(tasks_of(env, "test"), 0)
-        tasks.require(config.eval.num_tasks, "eval.num_tasks")
-        rubric = load_rewards(config.env.reward_funcs, config.env.reward_weights)
+        draws, setups = eval_draws(config, envs), make_setups(config, renderers)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    engine, tokenizer = load_engine(config.model.name_or_path, config.rollout)
-    renderer = Renderer(
-        tokenizer,
-        tool_format=config.rollout.tool_format,
-        tools=[tool.schema for tool in getattr(env, "tools", ())],
-        history=config.rollout.history,
-    )
-    console = Console(stderr=True)
     console.print(f"engine: local (rollout.engine={config.rollout.engine})")
-    console.print(renderer.probe())
+    for line in dict.fromkeys(renderer.probe() for renderer in renderers.values()):
+        console.print(line)
     with Progress(console=console) as progress:
         bar = progress.add_task(
             "episodes", total=config.eval.num_tasks * config.eval.num_generations
         )
         with RolloutManager(
             engine=engine,
-            make_env=partial(make_env, config.env.id, **kwargs),
-            renderer=renderer,
+            envs=setups,
             config=config.rollout.model_copy(update={"prompts_per_step": 1, "oversampling": 1.0}),
-            tasks=tasks,
+            tasks=TaskStream(None, 0),  # never drawn from
             eval_config=config.eval,
-            eval_tasks=tasks,
-            rubric=rubric,
+            eval_draws=draws,
             seed=config.seed,
             on_episode=lambda _: progress.advance(bar),
         ) as rollouts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ CLOSE_S = 5.0  # what cancelled episodes get to close their envs
 class GroupPlayer:
     """Plays groups of one kind; sampling seeds follow from `seed` and draw, member and attempt."""
 
-    stage: Stage
+    stages: Mapping[str, Stage]  # by the name of the tasks' env
     kind: Literal["train", "eval"]
     num_generations: int
     seed: int
@@ -38,30 +38,27 @@ class GroupPlayer:
 
         An error that is no episode's own ends the other members first, then rises.
         """
+        stage = self.stages[draw.task.env]
         id = f"{'g' if self.kind == 'train' else 'eval'}{draw.number}"
         attempts: list[Trajectory] = []
         members = [
-            asyncio.create_task(self._play_member(draw, f"{id}-{member}", member, attempts))
+            asyncio.create_task(self._play_member(stage, draw, f"{id}-{member}", member, attempts))
             for member in range(self.num_generations)
         ]
         try:
             episodes = await asyncio.gather(*members)
-            await self._compare(id, draw, episodes)
+            await self._compare(stage, id, draw, episodes)
         except BaseException:
             await cancel(members)
-            self._waste(attempts)
+            _waste(attempts, stage)
             raise
-        self._waste([tape for tape in attempts if tape.reward is None])
+        _waste([tape for tape in attempts if tape.reward is None], stage)
         return TrajectoryGroup(id=id, task=draw.task, trajectories=[e.tape for e in episodes])
 
-    def _waste(self, tapes: list[Trajectory]) -> None:
-        num_tokens = sum(tape.num_sampled_tokens for tape in tapes)
-        self.stage.metrics.count("rollout/wasted_tokens", num_tokens)
-
     async def _play_member(
-        self, draw: Draw, id: str, member: int, attempts: list[Trajectory]
+        self, stage: Stage, draw: Draw, id: str, member: int, attempts: list[Trajectory]
     ) -> Episode:
-        for attempt in range(self.stage.config.max_attempts):
+        for attempt in range(stage.config.max_attempts):
             episode = Episode(
                 id=f"{id}-retry{attempt}" if attempt else id,
                 task=draw.task,
@@ -71,7 +68,7 @@ class GroupPlayer:
             attempts.append(episode.tape)
             self.pending[episode.id] = episode
             try:
-                tape = await play(episode, self.stage)
+                tape = await play(episode, stage)
             finally:
                 del self.pending[episode.id]
             self.on_episode(tape)
@@ -79,10 +76,10 @@ class GroupPlayer:
                 break
         return episode
 
-    async def _compare(self, id: str, draw: Draw, episodes: list[Episode]) -> None:
+    async def _compare(self, stage: Stage, id: str, draw: Draw, episodes: list[Episode]) -> None:
         """Run the rewards that score a group, on members without fault; their envs are closed."""
         sound = [episode for episode in episodes if not episode.is_fault]
-        rubrics = sound[0].rubrics(self.stage) if sound else []
+        rubrics = sound[0].rubrics(stage) if sound else []
         if not any(rubric.scores_groups for rubric in rubrics):
             return
         tapes = [episode.tape for episode in sound]
@@ -90,8 +87,8 @@ class GroupPlayer:
         envs = [episode.env and episode.env.unwrapped for episode in sound]
         try:
             for rubric in rubrics:
-                deadline = asyncio.timeout(self.stage.config.score_timeout_s)
-                async with self.stage.env_calls, deadline:
+                deadline = asyncio.timeout(stage.config.score_timeout_s)
+                async with stage.env_calls, deadline:
                     rewards = await rubric.score_group(group, envs)
                 for tape, named in zip(tapes, rewards, strict=True):
                     add_rewards(tape, named)
@@ -103,6 +100,11 @@ class GroupPlayer:
                 tape.reward, tape.stop_reason = None, StopReason.REWARD_ERROR
                 tape.error = f"{type(error).__name__}: {error}"
                 self.on_fault(tape)
+
+
+def _waste(tapes: list[Trajectory], stage: Stage) -> None:
+    num_tokens = sum(tape.num_sampled_tokens for tape in tapes)
+    stage.metrics.count("rollout/wasted_tokens", num_tokens)
 
 
 async def first_done(tasks: Iterable[asyncio.Task[Any]], event: asyncio.Event) -> bool:

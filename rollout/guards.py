@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from agentrl.protocols import EngineDied
@@ -60,12 +62,13 @@ class work:
         queued = time.perf_counter()
         if self.slots.locked():
             self.episode.enter(f"queue for {self.phase}")
-            await _pause(self.episode.clock, self.slots)
+            with stopped(self.episode.clock):
+                await self.slots.__aenter__()
         else:
             await self.slots.__aenter__()
         self.episode.enter(self.phase)
         self.began = time.perf_counter()
-        self._spend("queue", self.began - queued)
+        spend(self.episode, "queue", self.began - queued)
         self.deadline = asyncio.timeout(self.timeout_s)
         await self.deadline.__aenter__()
 
@@ -76,14 +79,12 @@ class work:
             raise TimeoutError(f"{self.phase} did not end within {self.timeout_s:g} s") from late
         finally:
             await self.slots.__aexit__(None, None, None)
-            self._spend(self.timing, time.perf_counter() - self.began)
-
-    def _spend(self, timing: str, seconds: float) -> None:
-        timings = self.episode.tape.timings
-        timings[timing] = timings.get(timing, 0.0) + seconds
+            spend(self.episode, self.timing, time.perf_counter() - self.began)
 
 
-async def _pause(clock: asyncio.Timeout | None, slots: Gate | asyncio.Semaphore) -> None:
+@contextmanager
+def stopped(clock: asyncio.Timeout | None) -> Iterator[None]:
+    """Time in here does not count towards the clock's deadline."""
     assert clock is not None
     when = clock.when()
     assert when is not None
@@ -91,6 +92,11 @@ async def _pause(clock: asyncio.Timeout | None, slots: Gate | asyncio.Semaphore)
     left = when - loop.time()
     clock.reschedule(None)
     try:
-        await slots.__aenter__()
+        yield
     finally:
         clock.reschedule(loop.time() + left)
+
+
+def spend(episode: Episode, timing: str, seconds: float) -> None:
+    timings = episode.tape.timings
+    timings[timing] = timings.get(timing, 0.0) + seconds

@@ -23,18 +23,15 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import gymnasium
-
 from agentrl.config import EvalConfig, RolloutConfig
 from agentrl.metrics import MeanMetrics
 from agentrl.protocols import Engine, Probe, Weights
-from agentrl.renderer import Renderer
-from agentrl.rubric import Rubric
+from agentrl.shutdown import shut_down
 from agentrl.summary import summarize
 from agentrl.threads import num_abandoned_threads
 from agentrl.trajectory import Trajectory, TrajectoryGroup
@@ -42,19 +39,20 @@ from rollout.faults import FaultBudget, RolloutError
 from rollout.gate import Gate, Turnstile
 from rollout.group import CLOSE_S, GroupPlayer, cancel, first_done
 from rollout.slots import Slots
-from rollout.stage import PromptMemo, Stage
-from rollout.tasks import TaskStream
+from rollout.stage import EnvSetup, PromptMemo, Stage
+from rollout.tasks import Draw, Tasks
 from rollout.watch import Watch
 
 logger = logging.getLogger("agentrl")
 
 T = TypeVar("T")
-MakeEnv = Callable[[], gymnasium.Env[Any, Any]]
+SHUT_DOWN_S = 10.0  # what envs share gets to end
 
 
 class RolloutManager:
     """Implements `agentrl.protocols.Rollouts`.
 
+    `envs` are the envs by the name that their tasks give, which is "" for an only one.
     `on_episode` sees each attempt at an episode that ended, on the event loop: it must be quick. An
     error in it stops the run. Sampling seeds follow from `seed` and the numbers of draw, member,
     attempt and turn.
@@ -67,14 +65,11 @@ class RolloutManager:
         self,
         *,
         engine: Engine,
-        make_env: MakeEnv,
-        renderer: Renderer,
+        envs: Mapping[str, EnvSetup],
         config: RolloutConfig,
-        tasks: TaskStream,
-        eval_make_env: MakeEnv | None = None,
+        tasks: Tasks,
         eval_config: EvalConfig | None = None,
-        eval_tasks: TaskStream | None = None,
-        rubric: Rubric | None = None,
+        eval_draws: Sequence[Draw] = (),
         seed: int = 0,
         on_episode: Callable[[Trajectory], None] = lambda tape: None,
     ) -> None:
@@ -85,33 +80,46 @@ class RolloutManager:
             )
         eval_config = eval_config or EvalConfig()
         tasks.require(config.prompts_per_step, "rollout.prompts_per_step")
-        if eval_tasks is not None:
-            eval_tasks.require(eval_config.num_tasks, "eval.num_tasks")
         self._config, self._engine = config, engine
-        self._eval_tasks, self._num_eval_tasks = eval_tasks, eval_config.num_tasks
+        self._tasks, self._eval_draws = tasks, eval_draws
         self._metrics = MeanMetrics()
         self._faults = FaultBudget(config, self._metrics)
         self._gate = Gate(config.max_concurrent_generations)
         self._watch = Watch(config.watchdog_s, self._gate, self._metrics)
-        stage = Stage(
-            engine=engine,
-            make_env=make_env,
-            renderer=renderer,
-            config=config,
-            rubric=rubric,
-            generation=self._gate,
-            env_calls=asyncio.Semaphore(config.max_concurrent_env_calls),
-            turnstile=Turnstile(),
-            prompt=PromptMemo(renderer.prompt),
-            metrics=self._metrics,
-        )
+        env_calls, turnstile = asyncio.Semaphore(config.max_concurrent_env_calls), Turnstile()
+        stages = {
+            name: Stage(
+                engine=engine,
+                make_env=env.make_env,
+                renderer=env.renderer,
+                config=config,
+                rubric=env.rubric,
+                generation=self._gate,
+                env_calls=env_calls,
+                turnstile=turnstile,
+                prompt=PromptMemo(env.renderer.prompt),
+                metrics=self._metrics,
+            )
+            for name, env in envs.items()
+        }
+        eval_metrics = MeanMetrics()  # those of training are of training alone
+        eval_rollout = config.model_copy(update={"temperature": eval_config.temperature})
+        eval_stages = {
+            name: replace(
+                stages[name],
+                metrics=eval_metrics,
+                make_env=env.eval_make_env or env.make_env,
+                config=eval_rollout,
+            )
+            for name, env in envs.items()
+        }
 
         def on_train_episode(tape: Trajectory) -> None:
             on_episode(tape)
             self._faults.count(tape)
 
         player = GroupPlayer(
-            stage=stage,
+            stages=stages,
             kind="train",
             num_generations=config.num_generations,
             seed=seed,
@@ -121,12 +129,7 @@ class RolloutManager:
         )
         self._eval_player = replace(
             player,
-            stage=replace(
-                stage,
-                metrics=MeanMetrics(),  # of its own: those of training are of training alone
-                make_env=eval_make_env or make_env,
-                config=config.model_copy(update={"temperature": eval_config.temperature}),
-            ),
+            stages=eval_stages,
             kind="eval",
             num_generations=eval_config.num_generations,
             on_episode=on_episode,
@@ -276,13 +279,7 @@ class RolloutManager:
         return groups
 
     async def _play_evaluation(self) -> list[TrajectoryGroup]:
-        tasks, num_tasks = self._eval_tasks, self._num_eval_tasks
-        if tasks is None or not num_tasks:
-            return []
-        groups = [
-            asyncio.create_task(self._eval_player.play(tasks.draw(number)))
-            for number in range(num_tasks)
-        ]
+        groups = [asyncio.create_task(self._eval_player.play(draw)) for draw in self._eval_draws]
         try:
             return await asyncio.gather(*groups)
         except BaseException:
@@ -315,6 +312,7 @@ class RolloutManager:
         now = time.perf_counter()
         groups, self._sampled = self._sampled, []
         metrics = summarize(groups) | self._metrics.pop() | self._engine.pop_metrics()
+        metrics |= self._tasks.metrics()
         tapes = [tape for group in groups for tape in group.trajectories]
         spent: Counter[str] = Counter()
         for tape in tapes:
@@ -339,6 +337,11 @@ class RolloutManager:
     async def _shut_down(self) -> None:
         # All at once: a call that still waits for slots must not see them vanish first.
         await cancel(asyncio.all_tasks() - {asyncio.current_task()})
+        try:
+            async with asyncio.timeout(SHUT_DOWN_S):
+                await shut_down()
+        except Exception:
+            logger.exception("what envs share did not end as it should")
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self._engine.close()

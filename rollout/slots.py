@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from agentrl.config import RolloutConfig
@@ -23,7 +24,7 @@ from agentrl.protocols import Engine
 from agentrl.trajectory import TrajectoryGroup
 from rollout.faults import FaultBudget
 from rollout.group import GroupPlayer, cancel, first_done
-from rollout.tasks import Draw, TaskStream
+from rollout.tasks import Draw, Tasks
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,7 +43,7 @@ class Slots:
     """Runs on the event loop; `on_group` sees each group that ends, fit to train on or not."""
 
     player: GroupPlayer
-    tasks: TaskStream
+    tasks: Tasks
     config: RolloutConfig
     engine: Engine
     faults: FaultBudget
@@ -50,7 +51,9 @@ class Slots:
     on_group: Callable[[TrajectoryGroup], None]
     batch_size: int = field(init=False)
     _slots: dict[asyncio.Task[None], _Slot] = field(init=False, default_factory=dict)
-    _replay: list[int] = field(init=False, default_factory=list)  # draws to play again, first
+    _replay: list[Draw] = field(init=False, default_factory=list)  # to play again, first
+    # Groups since the last batch, with the numbers of their draws.
+    _ended: list[tuple[int, TrajectoryGroup]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.batch_size = self.config.prompts_per_step
@@ -70,9 +73,12 @@ class Slots:
                     return None
         except BaseException:
             self._replay = self._draws()
+            self._ended.clear()
             await self.cancel()
             raise
         self.faults.start_batch(num_groups)
+        self.tasks.learn([group for _, group in sorted(self._ended, key=itemgetter(0))])
+        self._ended.clear()
         for slot in batch.values():
             self._count_staleness(slot)
         self._slots = {task: slot for task, slot in self._slots.items() if task not in batch}
@@ -96,11 +102,12 @@ class Slots:
 
     def state_dict(self) -> dict[str, Any]:
         """Which task is next; draws in play or complete will be played again."""
-        return {"tasks": self.tasks.state_dict(), "in_flight": self._draws()}
+        tickets = [draw.ticket for draw in self._draws()]
+        return {"tasks": self.tasks.state_dict(), "in_flight": tickets}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tasks.load_state_dict(state["tasks"])
-        self._replay = list(state["in_flight"])
+        self._replay = [self.tasks.draw(ticket) for ticket in state["in_flight"]]
 
     def _ripe(self) -> dict[asyncio.Task[None], _Slot] | None:
         """The next batch, or None: there is something to wait for."""
@@ -147,10 +154,12 @@ class Slots:
             self._slots[asyncio.create_task(self._fill(slot))] = slot
 
     def _draw(self) -> Draw:
-        return self.tasks.draw(self._replay.pop(0)) if self._replay else next(self.tasks)
+        return self._replay.pop(0) if self._replay else next(self.tasks)
 
-    def _draws(self) -> list[int]:
-        return sorted([*self._replay, *(slot.draw.number for slot in self._slots.values())])
+    def _draws(self) -> list[Draw]:
+        """Those in play or complete, and those to be played again."""
+        draws = [*self._replay, *(slot.draw for slot in self._slots.values())]
+        return sorted(draws, key=lambda draw: draw.number)
 
     async def _fill(self, slot: _Slot) -> None:
         """Play groups until one is fit to train on, or the refills for signal are used up."""
@@ -159,6 +168,7 @@ class Slots:
             slot.oldest_version = self.engine.version
             group = await self.player.play(slot.draw)
             self.on_group(group)
+            self._ended.append((slot.draw.number, group))
             scored = [tape for tape in group.trajectories if tape.reward is not None]
             slot.versions = Counter()
             for tape in scored:

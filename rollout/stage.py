@@ -35,15 +35,29 @@ class PromptMemo:
         return self._token_ids
 
 
+MakeEnv = Callable[[], gymnasium.Env[Any, Any]]
+"""Cheap: what takes long belongs in `acquire` or `reset`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSetup:
+    """One of the envs of a run: how it is made, read and scored."""
+
+    make_env: MakeEnv
+    renderer: Renderer
+    rubric: Rubric | None = None  # rewards beside the env's own
+    eval_make_env: MakeEnv | None = None  # for held-out episodes; None: the same
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What the episodes of a run share."""
+    """What the episodes of one env share; engine, limits and metrics are those of the run."""
 
     engine: Engine
-    make_env: Callable[[], gymnasium.Env[Any, Any]]  # cheap: what takes long belongs in `reset`
+    make_env: MakeEnv
     renderer: Renderer
     config: RolloutConfig
-    rubric: Rubric | None  # rewards beside the env's own
+    rubric: Rubric | None
     generation: Gate
     env_calls: asyncio.Semaphore
     turnstile: Turnstile

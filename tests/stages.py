@@ -13,7 +13,7 @@ from rollout.gate import Gate, Turnstile
 from rollout.group import GroupPlayer
 from rollout.manager import RolloutManager
 from rollout.slots import Slots
-from rollout.stage import Episode, PromptMemo, Stage
+from rollout.stage import EnvSetup, Episode, PromptMemo, Stage
 from rollout.tasks import TaskStream
 from tests.engines import ANY_PROBE, CountEnv, ScriptedEngine, config, make_tasks
 
@@ -52,7 +52,7 @@ def slots_of(engine: ScriptedEngine, make_env: MakeEnv = CountEnv, **values: Any
     stage = stage_of(engine, make_env, generations=999, env_calls=999, **values)
     faults = FaultBudget(stage.config, stage.metrics)
     player = GroupPlayer(
-        stage=stage,
+        stages={"": stage},
         kind="train",
         num_generations=stage.config.num_generations,
         seed=0,
@@ -74,7 +74,7 @@ def slots_of(engine: ScriptedEngine, make_env: MakeEnv = CountEnv, **values: Any
 async def update_weights(slots: Slots, version: int) -> None:
     engine = slots.engine
     interrupt = None if slots.config.on_update == "finish" else engine.interrupt
-    async with slots.player.stage.generation.shut(1000, interrupt):
+    async with slots.player.stages[""].generation.shut(1000, interrupt):
         await engine.update_weights([], version, ANY_PROBE)
     slots.start_more()
 
@@ -86,12 +86,12 @@ def manager_of(
     num_tasks: int = 40,
     seed: int = 0,
     rollout: dict[str, Any] | None = None,
+    rubric: Any = None,
     **more: Any,
 ) -> RolloutManager:
     return RolloutManager(
         engine=engine,
-        make_env=make_env,
-        renderer=engine.renderer,
+        envs={"": EnvSetup(make_env=make_env, renderer=engine.renderer, rubric=rubric)},
         config=config(**(rollout or {})),
         tasks=TaskStream(make_tasks(num_tasks), seed),
         seed=seed,

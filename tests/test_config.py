@@ -202,7 +202,9 @@ def test_a_missing_key_is_named():
 
 
 def test_an_empty_config_says_what_every_run_needs():
-    with pytest.raises(ConfigError, match=r"key 'model' is missing\nmix: a run has .* write env.id"):
+    with pytest.raises(
+        ConfigError, match=r"key 'model' is missing\nmix: a run has .* write env.id"
+    ):
         make_config({})
 
 

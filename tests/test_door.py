@@ -539,7 +539,7 @@ def test_a_full_disk_is_found_before_the_run(tmp_path, model, capsys, monkeypatc
         ("env.id=nowhere/env.py:Env", "there is no file nowhere/env.py"),
         ("env.kwargs.colour=red", "env.kwargs={'colour': 'red'}: TypeError"),
         ("env.kwargs.num_tasks=-1", "ValueError: num_tasks must not be negative"),
-        ("env.kwargs.num_tasks=1", "1 tasks, fewer than rollout.prompts_per_step=2"),
+        ("env.kwargs.num_tasks=1", "1 tasks, fewer than eval.num_tasks=2"),
         ("env.kwargs.num_tasks=0", "the env has no tasks in this split"),
         ("optim.micro_batch_tokens=100", "rollout.max_context_tokens=128"),
         ("eval.num_tasks=9", "8 tasks, fewer than eval.num_tasks=9"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from functools import partial
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from agentrl.protocols import Probe, SyncError
 from agentrl.renderer import Renderer
 from rollout.engines.local import LocalEngine
 from rollout.manager import RolloutManager
-from rollout.tasks import TaskStream
+from rollout.stage import EnvSetup
+from rollout.tasks import TaskStream, held_out
 from tests.runs import Tiny, save_model, write_config
 from train.checkpoint import latest_checkpoint
 from train.display import Display
@@ -60,12 +60,11 @@ class Parts:
         )
         self.rollouts = RolloutManager(
             engine=self.engine,
-            make_env=partial(Tiny),
-            renderer=Renderer(tokenizer, tool_format="none"),
+            envs={"": EnvSetup(make_env=Tiny, renderer=Renderer(tokenizer, tool_format="none"))},
             config=rollout,
             tasks=TaskStream(Tiny().tasks("train"), 0),
             eval_config=self.config.eval,
-            eval_tasks=TaskStream(Tiny().tasks("test"), 0),
+            eval_draws=held_out({"": Tiny().tasks("test")}, self.config.eval.num_tasks),
         )
         self.folder = folder / "run"
         self.folder.mkdir()

@@ -19,7 +19,8 @@ from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, Message, StopReason, Task
 from rollout.faults import RolloutError
 from rollout.manager import RolloutManager
-from rollout.tasks import TaskStream
+from rollout.stage import EnvSetup
+from rollout.tasks import TaskStream, held_out
 from tests.engines import (
     CountEnv,
     ScriptedEngine,
@@ -149,8 +150,7 @@ def test_a_prompt_that_is_too_long_is_not_tried_again(renderer):
     tasks[2] = Task(id="long", prompt=(Message(role="user", content="x" * 500),))
     manager = RolloutManager(
         engine=ScriptedEngine(renderer),
-        make_env=CountEnv,
-        renderer=renderer,
+        envs={"": EnvSetup(make_env=CountEnv, renderer=renderer)},
         config=config(prompts_per_step=4, max_attempts=3, max_context_tokens=200),
         tasks=TaskStream(tasks, 0),
     )
@@ -383,11 +383,7 @@ def test_too_few_tasks_are_refused_at_the_start(renderer):
     with pytest.raises(ValueError, match=r"3 tasks.*prompts_per_step=4"):
         manager_of(ScriptedEngine(renderer), num_tasks=3, rollout={"prompts_per_step": 4})
     with pytest.raises(ValueError, match=r"3 tasks.*eval.num_tasks=5"):
-        manager_of(
-            ScriptedEngine(renderer),
-            eval_config=EvalConfig(num_tasks=5),
-            eval_tasks=TaskStream(make_tasks(3), 0),
-        )
+        held_out({"": make_tasks(3)}, 5)
 
 
 def test_evaluation_is_greedy_repeatable_and_no_part_of_training(renderer):
@@ -395,8 +391,8 @@ def test_evaluation_is_greedy_repeatable_and_no_part_of_training(renderer):
     manager = manager_of(
         engine,
         failing(1, 9),
-        eval_config=EvalConfig(num_tasks=3, num_generations=2),
-        eval_tasks=TaskStream(make_tasks(6), 0),
+        eval_config=EvalConfig(num_generations=2),
+        eval_draws=held_out({"": make_tasks(6)}, 3),
     )
     with manager:
         first = manager.evaluate()

@@ -89,7 +89,7 @@ def test_requests_at_once_are_bounded_by_the_limit_and_by_the_episodes(rollout, 
 
 
 def test_a_plan_says_who_runs_where_and_that_it_fits():
-    plan = make_plan(config(rollout={"max_concurrent_generations": 20}), ON_GPU, LLAMA_8B)
+    plan = make_plan(config(rollout={"max_concurrent_generations": 20}), ON_GPU, LLAMA_8B, {})
     text = str(plan)
     assert "learner   GPU 0 of 2 (139.0 GiB each), 1 process" in text
     assert "server 0  GPU 1, tensor parallel 1, started and ended by this run" in text
@@ -102,7 +102,7 @@ def test_a_learner_that_does_not_fit_is_refused_with_what_to_change():
     machine = Machine(
         engine="sglang", engine_bytes=BF16, bf16=True, memory_gib=80, gpus=[0, 1], servers=[[1]]
     )
-    plan = make_plan(config(), machine, LLAMA_8B)
+    plan = make_plan(config(), machine, LLAMA_8B, {})
     [objection] = plan.objections
     assert "of 80.00 GiB" in objection and "gradient_checkpointing" in objection
     assert "DOES NOT FIT" in str(plan)
@@ -112,7 +112,7 @@ def test_a_server_without_room_for_one_episode_is_refused():
     small = Machine(
         engine="sglang", engine_bytes=BF16, bf16=True, memory_gib=24, gpus=[0], servers=[[0]]
     )
-    plan = make_plan(config(rollout={"max_context_tokens": 60000}), small, LLAMA_8B)
+    plan = make_plan(config(rollout={"max_context_tokens": 60000}), small, LLAMA_8B, {})
     assert any("fewer than rollout.max_context_tokens=60000" in line for line in plan.objections)
 
 
@@ -121,6 +121,7 @@ def test_requests_that_do_not_all_fit_at_full_length_wait_and_it_is_said():
         config(rollout={"max_concurrent_generations": 400, "prompts_per_step": 64}),
         ON_GPU,
         LLAMA_8B,
+        {},
     )
     assert not [line for line in plan.objections if "keys and values" in line]
     assert "of 400 requests fit at full length, others wait" in str(plan)
@@ -148,7 +149,7 @@ def test_an_engine_in_the_process_shares_the_memory_of_the_learner():
 
 
 def test_an_unknown_shape_leaves_the_rest_of_the_plan():
-    plan = make_plan(config(), ON_GPU, "the shape is not known")
+    plan = make_plan(config(), ON_GPU, "the shape is not known", {})
     assert plan.sections["memory"] == ["the shape is not known"] and not plan.objections
     assert "GPU 1" in str(plan)
 

@@ -26,6 +26,7 @@ from rollout.engines.sglang import SGLangEngine
 from rollout.engines.sglang_server import Refused, SGLangServer, open_http
 from rollout.manager import RolloutManager
 from rollout.server import SpawnedFleet
+from rollout.stage import EnvSetup
 from rollout.tasks import TaskStream
 from tests.engine_kinds import Kind, sglang_kind
 from tests.engines import CountEnv, config, make_tasks
@@ -202,8 +203,12 @@ def test_a_run_survives_the_death_of_its_server(
     )
     with RolloutManager(
         engine=engine,
-        make_env=lambda: KillingEnv(3),
-        renderer=Renderer(AutoTokenizer.from_pretrained(path), tool_format="none"),
+        envs={
+            "": EnvSetup(
+                make_env=lambda: KillingEnv(3),
+                renderer=Renderer(AutoTokenizer.from_pretrained(path), tool_format="none"),
+            )
+        },
         config=rollout,
         tasks=TaskStream(make_tasks(4), seed=0),
     ) as manager:

@@ -13,6 +13,7 @@ from agentrl.config import SGLangConfig
 from agentrl.types import StopReason
 from rollout.engines.sglang import SGLangEngine
 from rollout.manager import RolloutManager
+from rollout.stage import EnvSetup
 from rollout.tasks import TaskStream
 from tests.engines import CountEnv, byte_renderer, config, make_tasks
 from tests.fake_fleet import WEIGHTS, FakeFleet, FakeTransport
@@ -62,8 +63,7 @@ def rollouts(servers: list[FakeSGLang], hook: Any, **values: Any) -> tuple[Any, 
     } | values
     manager = RolloutManager(
         engine=engine,
-        make_env=lambda: HookedEnv(3),
-        renderer=byte_renderer(),
+        envs={"": EnvSetup(make_env=lambda: HookedEnv(3), renderer=byte_renderer())},
         config=config(**values),
         tasks=TaskStream(make_tasks(8), seed=0),
     )

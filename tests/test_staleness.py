@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config import EvalConfig
 from agentrl.protocols import EngineDied, EngineError
 from rollout.faults import RolloutError
-from rollout.tasks import TaskStream
+from rollout.tasks import held_out
 from tests.engines import (
     ANY_PROBE,
     CountEnv,
@@ -375,11 +374,7 @@ def test_an_evaluation_goes_on_where_the_engine_wanted_weights(renderer):
         return "yes"
 
     engine = ScriptedEngine(renderer, script)
-    evaluation = {
-        "eval_config": EvalConfig(num_tasks=3),
-        "eval_tasks": TaskStream(make_tasks(3), 0),
-    }
-    with manager_of(engine, **evaluation) as manager:
+    with manager_of(engine, eval_draws=held_out({"": make_tasks(3)}, 3)) as manager:
         assert manager.evaluate() is None
         manager.update_weights([], 0, ANY_PROBE)
         assert ids(manager.evaluate()) == ["eval0", "eval1", "eval2"]
