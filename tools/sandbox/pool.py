@@ -1,0 +1,194 @@
+"""Sandboxes kept ready: each is one trajectory's, then killed; how many and how fast is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from weakref import WeakKeyDictionary
+
+from agentrl.shutdown import at_shutdown
+from agentrl.threads import run_in_thread
+from tools.sandbox.client import WorkerSandbox
+from tools.sandbox.levels import Backend, make_backend, resolve
+from tools.sandbox.protocol import SandboxConfig, SandboxUnavailable
+
+logger = logging.getLogger("agentrl")
+
+RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # after a start that failed; a daemon may be coming back
+
+
+class Pool:
+    """The sandboxes of one config on one event loop."""
+
+    def __init__(self, backend: Backend, config: SandboxConfig) -> None:
+        self._backend = backend
+        self._config = config
+        self._turns = asyncio.Semaphore(config.max_sandboxes)
+        self._ready: list[WorkerSandbox] = []
+        self._leased: set[WorkerSandbox] = set()
+        self._num_starting = 0
+        self._next_start = 0.0
+        self._refills: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def acquire(self) -> WorkerSandbox:
+        """A sandbox of one's own; waits, in turn, while `max_sandboxes` are in use.
+
+        Raises:
+            SandboxUnavailable: none has started within some tries.
+        """
+        await self._turns.acquire()
+        try:
+            sandbox = self._ready.pop() if self._ready else await self._start_patiently()
+        except BaseException:
+            self._turns.release()
+            raise
+        self._leased.add(sandbox)
+        self._refill()
+        return sandbox
+
+    async def release(self, sandbox: WorkerSandbox) -> None:
+        """Kill it, and start another where fewer than `warm` are ready."""
+        if sandbox not in self._leased:
+            return
+        self._leased.discard(sandbox)
+        try:
+            await asyncio.shield(asyncio.ensure_future(sandbox.close()))
+        finally:
+            self._turns.release()
+            self._refill()
+
+    async def close(self) -> None:
+        """Nothing is left of its sandboxes."""
+        self._closed = True
+        for refill in self._refills:
+            refill.cancel()
+        await asyncio.gather(*self._refills, return_exceptions=True)
+        sandboxes = [*self._ready, *self._leased]
+        self._ready.clear()
+        self._leased.clear()
+        await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+        await self._backend.close()
+
+    def _refill(self) -> None:
+        config = self._config
+        room = config.max_sandboxes - len(self._leased) - len(self._ready) - self._num_starting
+        missing = config.warm - len(self._ready) - len(self._refills)
+        for _ in range(0 if self._closed else max(0, min(missing, room))):
+            refill = asyncio.create_task(self._add())
+            self._refills.add(refill)
+            refill.add_done_callback(self._refills.discard)
+
+    async def _add(self) -> None:
+        try:
+            self._ready.append(await self._start_patiently())
+        except SandboxUnavailable as error:
+            logger.warning("no sandbox to keep ready: %s", error)
+
+    async def _start_patiently(self) -> WorkerSandbox:
+        for delay in RETRY_S:
+            try:
+                return await self._start()
+            except SandboxUnavailable as error:
+                logger.warning("%s; another try in %g s", error, delay)
+            await asyncio.sleep(delay)
+        return await self._start()
+
+    async def _start(self) -> WorkerSandbox:
+        self._num_starting += 1
+        try:
+            now = time.monotonic()
+            self._next_start = max(now, self._next_start) + 1 / self._config.starts_per_second
+            await asyncio.sleep(self._next_start - 1 / self._config.starts_per_second - now)
+            sandbox = WorkerSandbox(self._backend.wall(), self._config)
+            await sandbox.start()
+            return sandbox
+        finally:
+            self._num_starting -= 1
+
+
+_pools: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, asyncio.Task[Pool]]] = (
+    WeakKeyDictionary()
+)
+
+
+async def pool_for(config: SandboxConfig) -> Pool:
+    """The running event loop's pool of `config`, opened by the first who asks.
+
+    Raises:
+        SandboxUnavailable: there is no such sandbox on this machine.
+    """
+    pools = _pools.setdefault(asyncio.get_running_loop(), {})
+    if config not in pools:
+        pools[config] = asyncio.create_task(_open(config))
+    opening = pools[config]
+    try:
+        return await asyncio.shield(opening)
+    except SandboxUnavailable:
+        if pools.get(config) is opening:
+            del pools[config]  # the next one tries again
+        raise
+
+
+async def _open(config: SandboxConfig) -> Pool:
+    level, _ = await run_in_thread(resolve, config)
+    backend = make_backend(level, config)
+    try:
+        await backend.open()
+    except BaseException:
+        await backend.close()
+        raise
+    pool = Pool(backend, config)
+
+    async def close() -> None:
+        _pools.get(asyncio.get_running_loop(), {}).pop(config, None)
+        await pool.close()
+
+    at_shutdown(close)
+    return pool
+
+
+class Lease:
+    """The right to a sandbox of one's own, from `acquire` to `release`.
+
+    Example:
+        lease = Lease(SandboxConfig())
+        await lease.acquire()
+        result = await lease.sandbox.python("1 + 1")
+        await lease.release()
+    """
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self.config = config
+        self.wait_s = 0.0  # that the last `acquire` took
+        self._held: tuple[Pool, WorkerSandbox] | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._held is not None
+
+    @property
+    def sandbox(self) -> WorkerSandbox:
+        """Raises RuntimeError where none is held."""
+        if self._held is None:
+            raise RuntimeError("no sandbox is held: await lease.acquire() first")
+        return self._held[1]
+
+    async def acquire(self) -> None:
+        """Wait for a sandbox; nothing where one is held.
+
+        Raises:
+            SandboxUnavailable: there is none to be had; says what was tried.
+        """
+        if self._held is None:
+            start = time.monotonic()
+            pool = await pool_for(self.config)
+            self._held = pool, await pool.acquire()
+            self.wait_s = time.monotonic() - start
+
+    async def release(self) -> None:
+        """Kill the sandbox; nothing where none is held."""
+        held, self._held = self._held, None
+        if held is not None:
+            await held[0].release(held[1])
