@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,7 +46,6 @@ class SandboxedEnv(ToolEnv):
         self.lease = Lease(self.sandbox_config)
         self.tools = self.make_tools(self.lease)
         self._untouched = False
-        self._wait_s = 0.0
 
     def make_tools(self, lease: Lease) -> Sequence[Tool]:
         """The tools, before there is a sandbox: they take it from the lease when they are called.
@@ -67,10 +65,8 @@ class SandboxedEnv(ToolEnv):
         return [line]
 
     async def acquire(self) -> None:
-        started = time.monotonic()
         await self.lease.release()
         await self.lease.acquire()
-        self._wait_s = time.monotonic() - started
         self._untouched = True
 
     async def reset(
@@ -83,8 +79,14 @@ class SandboxedEnv(ToolEnv):
         sandbox = self.lease.sandbox
         await self.setup(sandbox)
         self.metrics[f"sandbox/{sandbox.level}"] = 1.0
-        self.metrics["sandbox/wait_s"] = self._wait_s
+        self.metrics["sandbox/wait_s"] = self.lease.wait_s
+        self.metrics["sandbox/restarts"] = 0
         return observation, {"metrics": dict(self.metrics)}
+
+    async def step(self, action: str) -> tuple[list[Message], float, bool, bool, dict[str, Any]]:
+        answers, reward, terminated, truncated, info = await super().step(action)
+        info["metrics"]["sandbox/restarts"] = self.lease.sandbox.num_restarts
+        return answers, reward, terminated, truncated, info
 
     async def close(self) -> None:
         self._untouched = False
