@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import stdev
 
 from agentrl.metrics import MeanMetrics
 from agentrl.trajectory import TrajectoryGroup
+
+
+def mixed_envs(metrics: Iterable[str]) -> list[str]:
+    """The envs of a mix, by the names of the metrics of a batch of it."""
+    return [
+        name.removeprefix("mix/").removesuffix("/share")
+        for name in metrics
+        if name.startswith("mix/") and name.endswith("/share")
+    ]
 
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

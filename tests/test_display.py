@@ -2,6 +2,7 @@ import io
 import threading
 
 import pytest
+from matplotlib.axes import Axes
 from rich.console import Console
 
 from agentrl.metrics import MetricLog
@@ -138,6 +139,47 @@ def test_an_error_inside_a_run_gets_through_and_the_terminal_is_given_back():
     for thread in set(threading.enumerate()) - threads:  # told to end, and about to
         thread.join(2.0)
         assert not thread.is_alive()
+
+
+MIXED = METRICS | {
+    "mix/sums/share": 0.75,
+    "mix/shop/share": 0.25,
+    "sums/reward": 0.91,
+    "shop/reward": 0.12,
+    "sums/correct": 0.9,
+}
+
+
+def test_each_env_of_a_mix_has_a_row_with_its_reward_and_its_share():
+    display = Display(terminal(), max_steps=2, title="")
+    display.step(1, MIXED)
+    display.step(2, {name: value for name, value in MIXED.items() if name != "shop/reward"})
+    rows = {line.split()[1]: line for line in picture(display) if len(line.split()) > 2}
+    assert "0.91 ▇▇" in rows["sums"] and "75% of prompts" in rows["sums"]
+    assert "0.12" in rows["shop"], "the last one known: a batch may be without it"
+
+
+def test_without_a_terminal_the_line_of_a_step_has_the_reward_of_each_env():
+    console = Console(file=io.StringIO(), width=200)
+    with Display(console, max_steps=2, title="") as display:
+        display.step(1, MIXED)
+    assert "sums 0.910  shop 0.120" in printed(console)
+
+
+def test_the_learning_curve_of_a_mix_has_a_line_for_each_env(tmp_path, monkeypatch):
+    log, labels = MetricLog(tmp_path / "metrics.jsonl"), []
+    log.write(0, {"eval/reward": 0.1, "eval/sums/reward": 0.3})
+    log.write(1, MIXED)
+    legend = Axes.legend
+    monkeypatch.setattr(
+        Axes,
+        "legend",
+        lambda axes, **more: (
+            labels.append(axes.get_legend_handles_labels()[1]) or legend(axes, **more)
+        ),
+    )
+    draw_curve(log.path, tmp_path / "curve.png")
+    assert labels[0] == ["all, held out 0.10", "sums, held out 0.30", "shop"]
 
 
 def test_the_course_shows_a_climb_and_keeps_its_width():

@@ -78,6 +78,16 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path):
     assert (tmp_path / "run" / "curve.png").stat().st_size > 1000
 
 
+def test_the_summary_of_a_mix_compares_each_env(tmp_path):
+    before = {"eval/reward": 0.1, "eval/a/reward": 0.2, "eval/b/reward": 0.0, "eval/correct": 0.1}
+    mix = {name: {"id": "tests.runs:Tiny"} for name in "ab"}
+    record = make_record(tmp_path, env=None, mix=mix)
+    record.evaluation(0, before, [])
+    record.evaluation(8, before | {"eval/b/reward": 0.5}, [])
+    changes = "a/reward 0.200 -> 0.200, b/reward 0.000 -> 0.500, reward 0.100 -> 0.100"
+    assert f"held-out, before -> after: {changes}" in record.summary()
+
+
 def test_the_summary_says_where_the_time_went_and_how_learner_and_engine_agree(tmp_path):
     record = make_record(tmp_path)
     for step, seconds in ((1, 2.0), (2, 4.0)):

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from agentrl.metrics import load_metrics
+from agentrl.summary import mixed_envs
 from train.performance import PARTS
 
 INK = "#222222"
@@ -47,9 +48,12 @@ def draw_curve(metrics_path: Path | str, png_path: Path | str) -> None:
 def _draw_rates(axes: Axes, records: Sequence[Record]) -> None:
     main = "correct" if any("correct" in record for record in records) else "reward"
     kinds = _names(records, "correct/") if main == "correct" else []
-    colours = {main: INK} | {kind: KINDS[i % len(KINDS)] for i, kind in enumerate(kinds)}
+    lines = {kind: kind.removeprefix("correct/") for kind in kinds}
+    if envs := list(dict.fromkeys(env for record in records for env in mixed_envs(record))):
+        main, lines = "reward", {f"{env}/reward": env for env in envs}
+    colours = {main: INK} | {name: KINDS[i % len(KINDS)] for i, name in enumerate(lines)}
     for name, colour in colours.items():
-        label = "all" if name == main else name.removeprefix("correct/")
+        label = lines.get(name, "all")
         eval_steps, evals = _series(records, f"eval/{name}")
         if evals:
             label += f", held out {evals[0]:.2f}"

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.config import RunConfig
+from agentrl.summary import mixed_envs
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Message
 from train.performance import (
@@ -61,6 +62,7 @@ class Display:
         self._progress: tuple[int, int] | None = None
         self._metrics: dict[str, float] = {}
         self._courses: dict[str, list[float]] = {"correct": [], "reward": []}
+        self._envs: list[str] = []  # of a mix; their rewards are courses too
         self._evals: list[float] = []
         self._episodes: list[Trajectory] = []
         self._live = Live(get_renderable=self._picture, console=self.console, refresh_per_second=4)
@@ -92,6 +94,9 @@ class Display:
             self._first_step = step
         self._step = step
         self._metrics = dict(metrics)
+        self._envs = mixed_envs(metrics)
+        for env in self._envs:
+            self._courses.setdefault(f"{env}/reward", [])
         for name, course in self._courses.items():
             if name in metrics:
                 course.append(metrics[name])
@@ -136,6 +141,9 @@ class Display:
         ):
             if name in metrics:
                 columns.append(f"{label} {metrics[name]:{form}}")
+        for env in self._envs:
+            if f"{env}/reward" in metrics:
+                columns.append(f"{env} {metrics[f'{env}/reward']:.3f}")
         columns += [text for text in (speed_words(metrics), _seconds(metrics)) if text]
         columns.append(f"ETA {self._eta()}")
         if stops := _stops(metrics):
@@ -176,6 +184,11 @@ class Display:
                 if name == "correct":
                     text.append("  " + _kinds(metrics, "correct/"))
                 table.add_row(name, text)
+        for env in self._envs:
+            if course := self._courses[f"{env}/reward"]:
+                share = f"  {metrics[f'mix/{env}/share']:.0%} of prompts"
+                row = f"{course[-1]:5.2f} {_sparkline(course):<{COURSE_WIDTH}}{share}"
+                table.add_row(_one_line(env), Text(row))
         if self._evals:
             text = f"{self._evals[0]:5.2f}"
             if len(self._evals) > 1:

@@ -109,6 +109,8 @@ class RunRecord:
         if self.evaluations:
             before, after = (self.evaluations[at(self.evaluations)] for at in (min, max))
             names = [name for name in after if name.startswith("eval/correct")] or ["eval/reward"]
+            if self._config.mix:
+                names = ["eval/reward", *(f"eval/{env}/reward" for env in self._config.mix)]
             changes = [
                 f"{name.removeprefix('eval/')} {before[name]:.3f} -> {after[name]:.3f}"
                 for name in sorted(names)
