@@ -347,10 +347,10 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0 or any(sink.total > sink.limit for sink in sinks.values()):
                 return False
-            listen = feed is not None and feed.more and len(feed.pending) < 1 << 20
-            self.pump(sinks, left, feed, listen)
             if feed is not None:
                 self.take_input(id, feed)
+            listen = feed is not None and feed.more and len(feed.pending) < 1 << 20
+            self.pump(sinks, left, feed, listen)
         return True
 
     def take_input(self, id, feed):
