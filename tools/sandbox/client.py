@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from tools.sandbox.protocol import ExecResult, Level, SandboxConfig, SandboxUnavailable
 
 SOURCE = (Path(__file__).parent / "worker.py").read_bytes()
+NOTEBOOK = (Path(__file__).parent / "notebook.py").read_text()
 
 BOOT = """\
 import os
@@ -92,6 +93,7 @@ class WorkerSandbox:
                     {
                         "home": setup.home,
                         "uid": setup.uid,
+                        "notebook": NOTEBOOK,
                         "keep": self._config.max_output_kb << 10,
                         "limits": dict(setup.limits or {}),
                         "env": dict(setup.env or {}),

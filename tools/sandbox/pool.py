@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from weakref import WeakKeyDictionary
 
 from agentrl.shutdown import at_shutdown
@@ -19,34 +20,45 @@ RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # after a start that failed; a daemon may b
 
 
 class Pool:
-    """The sandboxes of one config on one event loop."""
+    """The sandboxes of one config on one event loop.
+
+    Those in use, ready and being started are never more than `max_sandboxes`.
+    """
 
     def __init__(self, backend: Backend, config: SandboxConfig) -> None:
         self._backend = backend
         self._config = config
         self._turns = asyncio.Semaphore(config.max_sandboxes)
+        self._waiting: deque[asyncio.Future[WorkerSandbox]] = deque()
         self._ready: list[WorkerSandbox] = []
         self._leased: set[WorkerSandbox] = set()
-        self._num_starting = 0
+        self._starting: set[asyncio.Task[None]] = set()
         self._next_start = 0.0
-        self._refills: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def acquire(self) -> WorkerSandbox:
         """A sandbox of one's own; waits, in turn, while `max_sandboxes` are in use.
 
         Raises:
-            SandboxUnavailable: none has started within some tries.
+            SandboxUnavailable: none has started within some tries, or the pool is closed.
         """
         await self._turns.acquire()
+        mine: asyncio.Future[WorkerSandbox] = asyncio.get_running_loop().create_future()
         try:
-            sandbox = self._ready.pop() if self._ready else await self._start_patiently()
+            if self._closed:
+                raise SandboxUnavailable("the pool of sandboxes is closed")
+            self._waiting.append(mine)
+            self._serve()
+            return await mine
         except BaseException:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+            if mine.done() and not mine.cancelled() and mine.exception() is None:
+                self._leased.discard(mine.result())
+                self._ready.append(mine.result())
             self._turns.release()
+            self._serve()
             raise
-        self._leased.add(sandbox)
-        self._refill()
-        return sandbox
 
     async def release(self, sandbox: WorkerSandbox) -> None:
         """Kill it, and start another where fewer than `warm` are ready."""
@@ -57,55 +69,76 @@ class Pool:
             await asyncio.shield(asyncio.ensure_future(sandbox.close()))
         finally:
             self._turns.release()
-            self._refill()
+            self._serve()
 
     async def close(self) -> None:
         """Nothing is left of its sandboxes."""
         self._closed = True
-        for refill in self._refills:
-            refill.cancel()
-        await asyncio.gather(*self._refills, return_exceptions=True)
+        while waiting := self._first_in_line():
+            waiting.set_exception(SandboxUnavailable("the pool of sandboxes is closed"))
+        for start in self._starting:
+            start.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
         sandboxes = [*self._ready, *self._leased]
         self._ready.clear()
         self._leased.clear()
         await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
         await self._backend.close()
 
-    def _refill(self) -> None:
-        config = self._config
-        room = config.max_sandboxes - len(self._leased) - len(self._ready) - self._num_starting
-        missing = config.warm - len(self._ready) - len(self._refills)
-        for _ in range(0 if self._closed else max(0, min(missing, room))):
-            refill = asyncio.create_task(self._add())
-            self._refills.add(refill)
-            refill.add_done_callback(self._refills.discard)
+    def _serve(self) -> None:
+        """Hand out what is ready, and start what is missing."""
+        while self._ready and (waiting := self._first_in_line()):
+            sandbox = self._ready.pop()
+            self._leased.add(sandbox)
+            waiting.set_result(sandbox)
+        alive = len(self._leased) + len(self._ready) + len(self._starting)
+        room = self._config.max_sandboxes - alive
+        wanted = len(self._waiting) + self._config.warm - len(self._ready) - len(self._starting)
+        for _ in range(0 if self._closed else min(wanted, room)):
+            start = asyncio.create_task(self._start())
+            self._starting.add(start)
+            start.add_done_callback(self._started)
 
-    async def _add(self) -> None:
-        try:
-            self._ready.append(await self._start_patiently())
-        except SandboxUnavailable as error:
-            logger.warning("no sandbox to keep ready: %s", error)
+    def _first_in_line(self) -> asyncio.Future[WorkerSandbox] | None:
+        while self._waiting:
+            if not (waiting := self._waiting.popleft()).done():  # it may have been cancelled
+                return waiting
+        return None
 
-    async def _start_patiently(self) -> WorkerSandbox:
-        for delay in RETRY_S:
-            try:
-                return await self._start()
-            except SandboxUnavailable as error:
-                logger.warning("%s; another try in %g s", error, delay)
-            await asyncio.sleep(delay)
-        return await self._start()
+    def _started(self, start: asyncio.Task[None]) -> None:
+        self._starting.discard(start)
+        if start.cancelled():
+            return
+        if error := start.exception():
+            if waiting := self._first_in_line():
+                waiting.set_exception(error)
+            else:
+                logger.warning("no sandbox to keep ready: %s", error)
+        if self._waiting:
+            self._serve()
 
-    async def _start(self) -> WorkerSandbox:
-        self._num_starting += 1
-        try:
-            now = time.monotonic()
-            self._next_start = max(now, self._next_start) + 1 / self._config.starts_per_second
-            await asyncio.sleep(self._next_start - 1 / self._config.starts_per_second - now)
+    async def _start(self) -> None:
+        """Start a sandbox, patiently."""
+        for delay in (*RETRY_S, None):
             sandbox = WorkerSandbox(self._backend.wall(), self._config)
-            await sandbox.start()
-            return sandbox
-        finally:
-            self._num_starting -= 1
+            await self._pace()
+            try:
+                await sandbox.start()
+            except SandboxUnavailable as error:
+                if delay is None:
+                    raise
+                logger.warning("%s; another try in %g s", error, delay)
+                await asyncio.sleep(delay)
+            else:
+                self._ready.append(sandbox)
+                self._serve()
+                return
+
+    async def _pace(self) -> None:
+        now = time.monotonic()
+        mine = max(now, self._next_start)
+        self._next_start = mine + 1 / self._config.starts_per_second
+        await asyncio.sleep(mine - now)
 
 
 _pools: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, asyncio.Task[Pool]]] = (

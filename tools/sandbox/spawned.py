@@ -259,8 +259,8 @@ class SpawnedWall:
         self._box = spawner, id
         reader, writer = await asyncio.open_connection(sock=stream, limit=MAX_LINE)
         home = recipe.home or where["folder"]
-        setup = Setup(home=home, uid=where["uid"], limits=recipe.limits, env={"HOME": home})
-        return reader, writer, setup
+        env = {"HOME": home} | ({"TMPDIR": home} if recipe.home is None else {})
+        return reader, writer, Setup(home=home, uid=where["uid"], limits=recipe.limits, env=env)
 
     async def kill(self) -> None:
         box, self._box = self._box, None

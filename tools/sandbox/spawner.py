@@ -225,7 +225,6 @@ class Helper:
 
     def run(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the trainer
         wake, wake_in = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(wake_in, False)
@@ -305,7 +304,6 @@ class Helper:
                 os.chdir("/")
                 for source, fd in ((stream, 0), (stream, 1), (errors, 2)):
                     os.dup2(source, fd)
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
                 os.execve(message["argv"][0], message["argv"], message["env"])
             except BaseException as error:
                 os.write(errors, str(error).encode())
@@ -367,16 +365,18 @@ class Helper:
         return True
 
     def sweep(self) -> None:
-        """Remove what helpers left that are dead."""
+        """Remove what helpers left that are dead; another helper may be at it too."""
         for folder in set(self.cgroups.folders.values()) if self.cgroups else ():
             for path in folder.iterdir():
                 if is_abandoned(path.name):
                     last = time.monotonic() + 5
-                    while not remove_cgroup(path) and time.monotonic() < last:
-                        time.sleep(0.01)
+                    with contextlib.suppress(FileNotFoundError):
+                        while not remove_cgroup(path) and time.monotonic() < last:
+                            time.sleep(0.01)
         for path in Path(tempfile.gettempdir()).iterdir():
             if is_abandoned(path.name) and os.access(path, os.W_OK) and not path.is_symlink():
-                remove_folder(path)
+                with contextlib.suppress(FileNotFoundError):
+                    remove_folder(path)
 
 
 if __name__ == "__main__":

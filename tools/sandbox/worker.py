@@ -8,26 +8,21 @@ same uid can neither read nor trace it.
 
 from __future__ import annotations
 
-import ast
 import base64
 import contextlib
 import ctypes
 import errno
-import io
-import itertools
 import json
-import linecache
 import os
 import resource
 import select
 import signal
 import stat
-import sys
 import time
 import traceback
-import types
 
 FLOOD = 64 << 20  # bytes of output that stop what writes them
+FLOODED = b"Stopped after %d MiB of output.\n" % (FLOOD >> 20)
 INTERRUPT_S = 1.0  # that an interrupted interpreter has to end what it does
 CHUNK = 1 << 16
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
@@ -103,10 +98,14 @@ class Worker:
         for fd in (self.wake, wake_in):
             os.set_blocking(fd, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: self.leave())
         signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if os.getpid() != 1:  # which gets, from inside, only those signals that it handles
+            signal.signal(signal.SIGTERM, lambda *_: self.die())
         start = self.read_request()
         self.home, self.keep, self.limits = start["home"], start["keep"], start["limits"]
+        os.environ.update(start["env"])
+        self.notebook = compile(start["notebook"], "notebook", "exec")
         uid = start["uid"]
         if uid is not None:
             os.setgroups([])
@@ -130,6 +129,11 @@ class Worker:
     def leave(self):
         self.kill_all()
         os._exit(0)
+
+    def die(self):
+        self.kill_all()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def answer(self, id, **reply):
         line = memoryview(json.dumps({"id": id, **reply}).encode() + b"\n")
@@ -188,6 +192,8 @@ class Worker:
             lost = lost or self.interpreter is not None
             self.kill_all()
         self.drain(sinks)
+        if not on_time and not timed_out:
+            sinks[err].add(FLOODED)
         feed.close()
         for fd, sink in sinks.items():
             if sink.closed or not on_time or len(self.background) >= 64:
@@ -241,6 +247,8 @@ class Worker:
             lost = True
         text = Output(self.keep)
         text.add(error)
+        if not on_time and not timed_out:
+            text.add(FLOODED)
         return {
             "code": code,
             "out": output.encoded(),
@@ -253,9 +261,13 @@ class Worker:
         """A new one, and whether everything had to be killed for it."""
         (code, to), (control, answer), (out, stdout) = os.pipe(), os.pipe(), os.pipe()
         null = os.open(os.devnull, os.O_RDONLY)
-        pid, lost = self.fork(
-            lambda: interpret(code, answer, self.home), null, stdout, stdout, keep=(code, answer)
-        )
+
+        def main():
+            namespace: dict = {"__name__": "notebook"}
+            exec(self.notebook, namespace)
+            namespace["interpret"](code, answer, self.home)
+
+        pid, lost = self.fork(main, null, stdout, stdout, keep=(code, answer))
         for fd in (code, answer, stdout, null):
             os.close(fd)
         for fd in (control, out):
@@ -420,7 +432,7 @@ def be_child(main, streams, keep, limits):
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGPIPE):
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         for number, fd in enumerate(streams):
             os.dup2(fd, number)
@@ -478,72 +490,6 @@ def read_outcome(line):
         return int(code), str(error).encode(errors="replace")
     except (ValueError, TypeError, RecursionError):
         return None, b""
-
-
-# The interpreter, in a child of its own
-
-
-def interpret(code, answer, home):
-    """Run one cell after another in one namespace; [exit code, error] follows each."""
-    pid, null, out, commands = os.getpid(), os.dup(0), os.dup(1), os.fdopen(code, "rb")
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    sys.path.insert(0, "")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in itertools.count(1):
-        line = commands.readline()
-        if not line:
-            return
-        for source, fd in ((null, 0), (out, 1), (out, 2)):
-            os.dup2(source, fd)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115
-        sys.stdout, sys.stderr = (
-            io.TextIOWrapper(
-                io.FileIO(fd, "w", closefd=False), "utf-8", "backslashreplace", write_through=True
-            )
-            for fd in (1, 2)
-        )
-        outcome = run_cell(json.loads(line), f"<cell {number}>", vars(module), home)
-        if os.getpid() != pid:  # a fork of the cell's own
-            os._exit(0)
-        write_all(answer, json.dumps(outcome).encode() + b"\n")
-
-
-def run_cell(code, name, namespace, home):
-    linecache.cache[name] = (len(code), None, code.splitlines(True), name)
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        tree = ast.parse(code, name)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, name, "exec"), namespace)
-        if last is not None:
-            value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
-            if value is not None:
-                namespace["_"] = value
-                print(repr(value))
-        return [0, ""]
-    except SystemExit as error:
-        return [0, ""] if error.code in (None, 0) else [1, f"SystemExit: {error.code}\n"]
-    except BaseException as error:
-        return [1, describe(error, home)]
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def describe(error, home):
-    """The traceback without frames of libraries and of this file, at most 64 KiB of it."""
-    summary = traceback.TracebackException.from_exception(error)
-    seen = [summary]
-    for one in seen:
-        one.stack = traceback.StackSummary.from_list(
-            (frame.filename, frame.lineno or 0, frame.name, frame.line)
-            for frame in one.stack
-            if frame.filename.startswith(("<cell ", home + "/"))
-        )
-        seen += [other for other in (one.__cause__, one.__context__) if other is not None]
-        seen += getattr(one, "exceptions", None) or []
-    text = "".join(summary.format())
-    return text if len(text) <= CHUNK else text[: CHUNK // 2] + "\n...\n" + text[-CHUNK // 2 :]
 
 
 if __name__ == "__main__":
