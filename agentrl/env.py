@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import gymnasium
+import yaml
 from gymnasium import spaces
 
 from agentrl.rubric import Rubric
+from agentrl.shutdown import shut_down
 from agentrl.tool import Tool
 from agentrl.types import Message, Task
 
@@ -120,23 +127,56 @@ def to_messages(observation: Observation) -> list[Message]:
     return list(observation)
 
 
+_schemes: dict[str, str] = {}
+
+
+def register_scheme(scheme: str, target: str) -> None:
+    """Have `make_env("scheme:rest")` call `target`, a "module:Class", with `rest` and the kwargs.
+
+    `target` is imported when it is first asked for.
+    """
+    _schemes[scheme] = target
+
+
+def schemes() -> dict[str, str]:
+    """The registered schemes and their targets."""
+    if importlib.util.find_spec("envs") is not None:
+        importlib.import_module("envs")  # registers those of this project
+    return dict(_schemes)
+
+
+@cache
+def third_party() -> dict[str, list[EntryPoint]]:
+    """What installed packages offer in the entry-point group `agentrl.envs`, by name."""
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group="agentrl.envs"):
+        found.setdefault(entry.name, []).append(entry)
+    return found
+
+
 def make_env(name: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
-    """An env from its gymnasium id, from `package.module:Class`, or from `path/to/file.py:Class`.
+    """An env from one string.
+
+    That is a gymnasium id, `package.module:Class`, `path/to/file.py:Class`, `scheme:rest` of a
+    registered scheme, or `NAME` or `NAME:rest` of an installed package. `?key=value&key=value`
+    after any of them adds to `kwargs`; values are YAML.
 
     Raises:
         EnvNotFound: no such env; the message says which names are close.
     """
+    name, kwargs = _read_query(name, kwargs)
+    head, _, rest = name.partition(":")
+    if rest and head in schemes():
+        return _attribute(_import(_schemes[head], name), name)(rest, **kwargs)
     module_name, _, class_name = name.rpartition(":")
     if module_name.endswith(".py"):
-        return _attribute(_load_file(Path(module_name)), class_name, name)(**kwargs)
-    if module_name and "/" not in name:
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise EnvNotFound(f"env {name!r}: there is no module {error.name!r}") from error
-        return _attribute(module, class_name, name)(**kwargs)
+        return _attribute((_load_file(Path(module_name)), class_name), name)(**kwargs)
     if name.startswith("agentrl/"):
         importlib.import_module("envs")  # registers them
+    if name not in gymnasium.registry and head in third_party():
+        return _offered(head)(*([rest] if rest else []), **kwargs)
+    if module_name and "/" not in name:
+        return _attribute(_import(name, name), name)(**kwargs)
     try:
         spec = gymnasium.spec(name)
     except gymnasium.error.Error as error:
@@ -184,16 +224,56 @@ def _cause(error: Exception) -> str:
     return f"{text} ({frame.filename}, line {frame.lineno})"
 
 
+def _read_query(name: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    bare, mark, query = name.partition("?")
+    merged = dict(kwargs)
+    for part in query.split("&") if mark else ():
+        key, equals, value = part.partition("=")
+        if not (key and equals):
+            raise EnvNotFound(f"env {name!r}: after ? comes key=value&key=value, not {part!r}")
+        if key in merged:
+            raise EnvNotFound(f"env {name!r}: {key} is given twice")
+        try:
+            merged[key] = yaml.safe_load(unquote(value))
+        except yaml.YAMLError as error:
+            raise EnvNotFound(f"env {name!r}: the value of {key} is no YAML: {error}") from error
+    return bare, merged
+
+
+def _offered(name: str) -> Any:
+    first, *others = third_party()[name]
+    if others:
+        owners = ", ".join(str(entry.dist and entry.dist.name) for entry in [first, *others])
+        raise EnvNotFound(f"env {name!r} is offered by several packages: {owners}; keep one")
+    return first.load()
+
+
 def _not_registered(name: str) -> str:
-    ids = list(gymnasium.registry)
+    ids = [*gymnasium.registry, *third_party()]
     close = difflib.get_close_matches(name, ids, n=3, cutoff=0.5)
-    ours = sorted(id for id in ids if id.startswith("agentrl/"))
+    ours = sorted(id for id in gymnasium.registry if id.startswith("agentrl/"))
     return (
         f"env {name!r} is not registered with gymnasium. "
         + (f"Did you mean {' or '.join(close)}? " if close else "")
         + (f"Those of this project: {', '.join(ours)}. " if ours else "")
-        + "An env of your own is named by package.module:Class or by path/to/file.py:Class."
+        + "An env of your own is named by package.module:Class or by path/to/file.py:Class, one of "
+        f"another library by a scheme: {', '.join(schemes())}."
     )
+
+
+def _import(target: str, name: str) -> tuple[Any, str]:
+    """The module and the attribute that `target`, a "module:attribute", names."""
+    module_name, _, attribute = target.rpartition(":")
+    try:
+        return importlib.import_module(module_name), attribute
+    except ModuleNotFoundError as error:
+        known = [*schemes(), *third_party()]
+        close = difflib.get_close_matches(name.partition(":")[0], known, n=1, cutoff=0.5)
+        raise EnvNotFound(
+            f"env {name!r}: there is no module {error.name!r}"
+            + (f". Did you mean {close[0]}:…? " if close else ". ")
+            + f"Schemes are {', '.join(known) or 'not registered'}."
+        ) from error
 
 
 def _load_file(path: Path) -> Any:
@@ -213,7 +293,8 @@ def _load_file(path: Path) -> Any:
     return sys.modules[module_name]
 
 
-def _attribute(module: Any, class_name: str, name: str) -> Any:
+def _attribute(found: tuple[Any, str], name: str) -> Any:
+    module, class_name = found
     if not hasattr(module, class_name):
         raise EnvNotFound(f"env {name!r}: {module.__file__} has no {class_name!r}")
     return getattr(module, class_name)
@@ -222,26 +303,43 @@ def _attribute(module: Any, class_name: str, name: str) -> Any:
 class Blocking(gymnasium.Wrapper[Any, Any, Any, Any], gymnasium.utils.RecordConstructorArgs):
     """An async env seen through plain `reset` and `step`: for gymnasium's tools and notebooks."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+    def __init__(
+        self, env: gymnasium.Env[Any, Any], *, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        """
+        Args:
+            env: The env.
+            loop: A running event loop of another thread; None: one that all of these share.
+        """
         # Recorded, so that `check_env` can make it again.
         gymnasium.utils.RecordConstructorArgs.__init__(self)
         gymnasium.Wrapper.__init__(self, env)
+        self._loop = loop
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        return _wait(self.env.reset(seed=seed, options=options))
+        return self._wait(self.env.reset(seed=seed, options=options))
 
     def step(self, action: Any) -> Any:
-        return _wait(self.env.step(action))
+        return self._wait(self.env.step(action))
 
     def close(self) -> None:
-        _wait(self.env.close())
+        self._wait(self.env.close())
+
+    def _wait(self, result: Any) -> Any:
+        if not inspect.isawaitable(result):
+            return result
+
+        async def finish() -> Any:
+            return await result
+
+        loop = self._loop or _shared_loop()
+        return asyncio.run_coroutine_threadsafe(finish(), loop).result()
 
 
-def _wait(result: Any) -> Any:
-    if not inspect.isawaitable(result):
-        return result
-
-    async def finish() -> Any:
-        return await result
-
-    return asyncio.run(finish())
+@cache
+def _shared_loop() -> asyncio.AbstractEventLoop:
+    """A loop in a thread of its own: what envs share on it, such as sandboxes, lives on."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="agentrl-blocking").start()
+    atexit.register(lambda: asyncio.run_coroutine_threadsafe(shut_down(), loop).result())
+    return loop

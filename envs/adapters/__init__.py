@@ -1,0 +1,31 @@
+"""Other libraries' environments as envs over text, each named by a scheme."""
+
+import importlib
+from typing import Any
+
+from agentrl.env import EnvNotFound
+from envs.adapters.randomness import global_state_kept
+
+REQUIRES = {  # scheme: the module that must be there, and the extra that installs it
+    "rg": ("reasoning_gym", "reasoning-gym"),
+    "ta": ("textarena", "textarena"),
+    "openenv": ("openenv", "openenv"),
+    "verifiers": ("verifiers", "verifiers"),
+    "mcp": ("mcp", "mcp"),
+}
+
+
+def library(scheme: str, module: str | None = None) -> Any:
+    """The library that the envs of `scheme` come from, or a module of it.
+
+    Raises:
+        EnvNotFound: it is not installed; says what to type.
+    """
+    name, extra = REQUIRES[scheme]
+    try:
+        with global_state_kept():
+            return importlib.import_module(module or name)
+    except ModuleNotFoundError as error:
+        raise EnvNotFound(
+            f"envs of {scheme}: need the library {name} ({error}): pip install -e '.[{extra}]'"
+        ) from error
