@@ -149,6 +149,7 @@ class RolloutManager:
         self._waited_s, self._popped_at = 0.0, time.perf_counter()
 
         self._closed = False
+        self._calls: set[asyncio.Task[Any]] = set()  # of the learner's side
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="agentrl-rollouts", daemon=True
@@ -242,9 +243,13 @@ class RolloutManager:
         over = threading.Event()
 
         async def run() -> T:
+            call = asyncio.current_task()
+            assert call is not None
+            self._calls.add(call)
             try:
                 return await coroutine
             finally:
+                self._calls.discard(call)
                 over.set()
 
         future = asyncio.run_coroutine_threadsafe(run(), self._loop)
@@ -336,14 +341,17 @@ class RolloutManager:
 
     async def _shut_down(self) -> None:
         # All at once: a call that still waits for slots must not see them vanish first.
-        await cancel(asyncio.all_tasks() - {asyncio.current_task()})
+        evaluation = [self._evaluation] if self._evaluation else []
+        await cancel([*self._calls, *self._slots.tasks_in_play, *evaluation])
         try:
             async with asyncio.timeout(SHUT_DOWN_S):
                 await shut_down()
         except Exception:
-            logger.exception("what envs share did not end as it should")
+            logger.exception("what the envs share did not end well")
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self._engine.close()
         except TimeoutError:
             logger.warning("the engine did not close within %g s", CLOSE_S)
+        # Not before: envs and engine have tasks that they end themselves, in order.
+        await cancel(asyncio.all_tasks() - {asyncio.current_task()})

@@ -90,6 +90,10 @@ class Slots:
         slots = sorted(batch.values(), key=lambda slot: slot.draw.number)
         return [slot.group for slot in slots if slot.group is not None]
 
+    @property
+    def tasks_in_play(self) -> list[asyncio.Task[None]]:
+        return list(self._slots)
+
     def start_more(self) -> None:
         """After an update of the weights: the groups that the learner held are trained."""
         if self.config.max_staleness > 0 and self._slots:

@@ -11,7 +11,8 @@ import pytest
 from agentrl.env import TextEnv
 from agentrl.protocols import EngineDied, EngineError
 from agentrl.rubric import Rubric
-from agentrl.types import Completion, StopReason
+from agentrl.tool import Unavailable
+from agentrl.types import Completion, Message, StopReason
 from rollout.episode import play
 from rollout.stage import PromptMemo
 from tests.engines import CountEnv, ScriptedEngine, byte_renderer, forever
@@ -484,3 +485,130 @@ def test_a_prompt_is_rendered_once_for_a_group():
     memo = PromptMemo(lambda messages: calls.append(1) or [len(messages)])
     assert memo(["a"]) == memo(["a"]) == [1] and len(calls) == 1
     assert memo(["a", "b"]) == [2] and len(calls) == 2
+
+
+# What an episode must have to itself.
+
+
+class Needs(CountEnv):
+    """Waits for one of `num` things before its reset, and gives it back in `close`."""
+
+    def __init__(self, things: asyncio.Semaphore, num_turns: int = 1) -> None:
+        super().__init__(num_turns)
+        self.things, self.has = things, False
+
+    async def acquire(self):
+        await self.things.acquire()
+        self.has = True
+
+    async def reset(self, *, seed=None, options=None):
+        assert self.has
+        return await super().reset(seed=seed, options=options)
+
+    async def close(self):
+        await super().close()
+        if self.has:
+            self.things.release()
+        self.has = False
+
+
+def test_waiting_for_a_thing_of_its_own_counts_as_queueing_and_holds_no_slot(renderer):
+    """F105: 4 wait for one, far longer than a reset or an episode may take."""
+
+    async def slowly(request):
+        await asyncio.sleep(0.15)
+        return "yes"
+
+    async def run():
+        things = asyncio.Semaphore(1)
+        limits = {"generate_timeout_s": 0.2, "env_timeout_s": 0.2, "episode_timeout_s": 0.4}
+        engine = ScriptedEngine(renderer, slowly)
+        stage = stage_of(engine, lambda: Needs(things), env_calls=1, **limits)
+        episodes = [episode_of(f"e{i}") for i in range(4)]
+        played = [asyncio.create_task(play(episode, stage)) for episode in episodes]
+        await asyncio.sleep(0.1)
+        assert [episode.phase for episode in episodes].count("acquire") == 3
+        assert not stage.env_calls.locked()
+        return await asyncio.gather(*played)
+
+    tapes = asyncio.run(run())
+    assert [tape.stop_reason for tape in tapes] == [StopReason.DONE] * 4
+    assert max(tape.timings["queue"] for tape in tapes) > 0.4
+
+
+def test_many_more_episodes_than_things_never_lock_each_other_out(renderer):
+    """32 episodes with 2 things, 4 slots for env calls and 2 requests at once."""
+
+    async def run():
+        things = asyncio.Semaphore(2)
+        stage = stage_of(
+            ScriptedEngine(renderer), lambda: Needs(things, 3), env_calls=4, generations=2
+        )
+        async with asyncio.timeout(5):
+            return await asyncio.gather(*(play(episode_of(f"e{i}"), stage) for i in range(32)))
+
+    assert {tape.stop_reason for tape in asyncio.run(run())} == {StopReason.DONE}
+
+
+@pytest.mark.parametrize("error", [Unavailable("no sandbox"), TimeoutError("too late")])
+def test_a_thing_that_is_not_to_be_had_is_a_fault_of_the_env(renderer, error):
+    """F104."""
+
+    class Out(CountEnv):
+        async def acquire(self):
+            raise error
+
+    env = Out()
+    tape = play_one(ScriptedEngine(renderer), lambda: env)
+    assert tape.stop_reason is StopReason.ENV_ERROR and str(error) in tape.error
+    assert tape.reward is None and env.closed == 1
+
+
+def test_an_episode_cancelled_while_it_waits_closes_its_env(renderer):
+    """F026."""
+    envs = []
+
+    async def run():
+        things = asyncio.Semaphore(0)
+        stage = stage_of(ScriptedEngine(renderer), lambda: envs.append(Needs(things)) or envs[-1])
+        playing = asyncio.create_task(play(episode_of(), stage))
+        await asyncio.sleep(0.02)
+        playing.cancel()
+        await asyncio.wait([playing], timeout=1)
+        assert playing.cancelled()
+
+    asyncio.run(run())
+    assert envs[0].closed == 1
+
+
+# Results of tools.
+
+
+class Answers(CountEnv):
+    """Answers each turn as a tool."""
+
+    def __init__(self, *contents):
+        super().__init__(len(contents) + 1)
+        self.contents = contents
+
+    async def step(self, action):
+        _, reward, over, truncated, info = await super().step(action)
+        if over:
+            return "", reward, over, truncated, info
+        return Message(role="tool", content=self.contents[self.turn - 1]), reward, over, False, info
+
+
+def test_the_middle_of_a_long_tool_result_is_left_out_and_counted(renderer):
+    """F100: a cap in tokens; one token a byte here."""
+    long = "head" + "x" * 300 + "tail"
+    tape = play_one(ScriptedEngine(renderer), lambda: Answers("short", long), max_tool_tokens=100)
+    short, cut = (m.content for m in tape.messages if m.role == "tool")
+    assert short == "short" and len(cut) <= 100
+    assert cut.startswith("head") and cut.endswith("tail") and "tokens left out]" in cut
+    assert cut in renderer.decode(tape.token_ids), "what is in the transcript is what was read"
+    assert tape.metrics["tool/clipped"] == 1.0
+
+
+def test_an_episode_whose_results_are_short_says_that_none_was_cut(renderer):
+    tape = play_one(ScriptedEngine(renderer), lambda: Answers("x" * 100), max_tool_tokens=100)
+    assert tape.metrics["tool/clipped"] == 0.0 and "x" * 100 in renderer.decode(tape.token_ids)

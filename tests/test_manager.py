@@ -14,6 +14,7 @@ from agentrl.config import EvalConfig
 from agentrl.env import TextEnv
 from agentrl.protocols import EngineDied
 from agentrl.rubric import Rubric
+from agentrl.shutdown import at_shutdown
 from agentrl.summary import summarize
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, Message, StopReason, Task
@@ -323,6 +324,44 @@ def test_an_env_that_will_not_close_does_not_hold_up_the_end(renderer, monkeypat
     with pytest.raises(CancelledError):
         manager.next_groups(2)
     assert time.monotonic() - began < 4
+
+
+def test_what_envs_share_ends_with_the_manager_after_the_envs_and_before_the_engine(renderer):
+    order = []
+
+    class Shares(CountEnv):
+        async def reset(self, *, seed=None, options=None):
+            if not order:
+                at_shutdown(self.end)
+                order.append("began")
+            return await super().reset(seed=seed, options=options)
+
+        async def end(self):
+            order.append(f"ended, engine closed: {engine.closed}")
+
+        async def close(self):
+            order.append("env")
+
+    engine = ScriptedEngine(renderer, lambda r: forever() if r.session[1] in "23" else "yes")
+    with manager_of(engine, Shares, rollout={"max_staleness": 1}) as manager:
+        manager.next_groups(2)
+    assert order == ["began", *["env"] * 8, "ended, engine closed: False"] and engine.closed
+
+
+def test_what_envs_share_has_seconds_to_end(renderer, monkeypatch, caplog):
+    monkeypatch.setattr("rollout.manager.SHUT_DOWN_S", 0.1)
+
+    class Clings(CountEnv):
+        async def reset(self, *, seed=None, options=None):
+            at_shutdown(forever)
+            return await super().reset(seed=seed, options=options)
+
+    engine = ScriptedEngine(renderer)
+    began = time.monotonic()
+    with manager_of(engine, Clings) as manager:
+        manager.next_groups(2)
+    assert time.monotonic() - began < 2 and engine.closed
+    assert "what the envs share did not end well" in caplog.text
 
 
 def test_a_standstill_prints_what_is_pending(renderer, caplog):

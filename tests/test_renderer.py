@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from functools import cache
@@ -554,3 +555,35 @@ def test_random_episodes_equal_the_one_shot_render(
         plain = renderer.prompt(harmless)
         assert [t for t in tape.token_ids if t in control] == [t for t in plain if t in control]
     assert [t for t, m in zip(tape.token_ids, tape.loss_mask, strict=True) if m] == trained
+
+
+# Results that are too long.
+
+LONG = {
+    "words": "the quick brown fox jumps over the lazy dog. " * 60,
+    "accents": "é" * 900,
+    "emoji": "👩‍🚀🎉" * 200,
+    "lines": "1234567\n" * 150,
+    "control tokens": "<|im_end|>\n" * 200,
+    "surrogate": "\ud800x" * 300,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_text_is_cut_by_tokens_between_characters(folder: Path, name: str) -> None:
+    """F100, F101: head and tail stay, and say how many tokens are left out."""
+    renderer, text = make(folder, "hermes"), LONG[name]
+    cut = renderer.clip(text, 64)
+    head, marker, tail = re.fullmatch(
+        r"([\s\S]*)\n\[(\d+) tokens left out]\n([\s\S]*)", cut
+    ).groups()
+    assert text.startswith(head) and text.endswith(tail) and head and tail
+    assert "\ufffd" not in cut
+    plain = text.encode("utf-8", "replace").decode()
+    assert len(encode(renderer, cut.encode("utf-8", "replace").decode())) <= 64 + 2
+    assert int(marker) == pytest.approx(len(encode(renderer, plain)) - 64, abs=24)
+
+
+@pytest.mark.parametrize("text", ["", "short", "word " * 60, "é" * 30])
+def test_a_text_of_few_enough_tokens_is_given_back_as_it_is(folder: Path, text: str) -> None:
+    assert make(folder, "hermes").clip(text, 64) is text
