@@ -1,8 +1,9 @@
-"""Numeric answers: one reading for gold and prediction, exact, in linear time on any text."""
+"""Answers: one reading for gold and prediction, numbers exact, in linear time on any text."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ _THOUSANDS = re.compile(r"\{,\}|\\[,!]")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))")
 _WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
 _MARKUP = re.compile(r"\\([$%])|\*\*|\\[()\[\]]|\\(?:left|right)\b")
+_PLAIN_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+_AROUND = " .,;:!?\"'`*()[]“”‘’"
+_ARTICLE = re.compile(r"(the|an|a) ")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 
 # Digits and what may stand between them, taken as a whole: a run that is malformed is no number,
@@ -92,6 +96,25 @@ def is_correct(prediction: str, gold: object, *, percent_as_fraction: bool = Fal
     return said.value == wanted.value and same_unit
 
 
+def is_same(prediction: str, gold: str) -> bool:
+    """Whether two short answers are the same words, or the same number where the gold is one.
+
+    Case, spacing, forms of Unicode, a leading article, and punctuation and quotes around the answer
+    do not count; all else does. An empty prediction is wrong whatever the gold is.
+    """
+    if _PLAIN_NUMBER.fullmatch(gold.strip()):
+        return is_correct(prediction, gold)
+    said = _bare(prediction)
+    return bool(said) and said == _bare(gold)
+
+
+def stated_answer(messages: Sequence[Message]) -> str:
+    """What follows the last "Answer:" of the final answer, on that line; without one, all of it."""
+    text = final_answer(messages).rpartition("</think>")[2]
+    _, mark, after = text.rpartition("Answer:")
+    return after.strip().partition("\n")[0] if mark else text
+
+
 def final_answer(messages: Sequence[Message]) -> str:
     """The text that ended the episode; "" if it ended otherwise than in an assistant's words."""
     if not messages or messages[-1].role != "assistant" or messages[-1].tool_calls:
@@ -114,6 +137,11 @@ def last_box(text: str) -> str | None:
         elif opened and (start := opened.pop()) is not None:
             content = (start, match.start())
     return text[content[0] : content[1]] if content else None
+
+
+def _bare(text: str) -> str:
+    words = " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(_AROUND)
+    return _ARTICLE.sub("", words, count=1) if _ARTICLE.match(words) else words
 
 
 def _plain(text: str) -> str:

@@ -1,19 +1,23 @@
-"""GSM8K: grade-school word problems, from the hub or from local files, solved with a calculator."""
+"""GSM8K: grade-school word problems, from the hub or from local files, with calc or with Python."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from agentrl.rubric import Rubric
+from agentrl.tool import Tool
 from agentrl.types import Message, Task
 from envs.answers import read_answer
 from envs.arithmetic import called_tool, correct
+from envs.rows import require_split, rows_of_split
+from envs.sandboxed import SandboxedEnv
 from envs.tool_env import ToolEnv, demonstration
 from tools.calculator import calc
+from tools.python import python_tool
+from tools.sandbox.pool import Lease
 
 
 class GSM8K(ToolEnv):
@@ -55,14 +59,44 @@ class GSM8K(ToolEnv):
             FileNotFoundError: there is no such file.
             ValueError: there is no such split, or a line that is no row, by file and line.
         """
-        if split not in ("train", "test"):
-            raise ValueError(f"there is no split {split!r}; there are train, test")
+        require_split(split)
+        return _tasks(self.path, split)
+
+
+class GSM8KPython(SandboxedEnv):
+    """The problems and rewards of `GSM8K`, solved with Python in a sandbox."""
+
+    system_prompt = "Solve the problem step by step with the tool python. End with: #### answer"
+    demonstrations = (
+        demonstration(
+            "A baker fills 14 trays with 12 rolls each and sells 95. How many rolls are left?",
+            [("python", {"code": "baked = 14 * 12\nbaked - 95"}, "73")],
+            "The baker has 73 rolls left.\n#### 73",
+        ),
+    )
+    rubric = Rubric([correct, called_tool], weights=[1.0, 0.0])
+
+    def __init__(self, *, path: str | None = None, **limits: Any) -> None:
+        """
+        Args:
+            path: As `GSM8K` takes it.
+            limits: As `SandboxedEnv` takes them.
+        """
+        super().__init__(**limits)
+        self.path = path
+
+    def make_tools(self, lease: Lease) -> Sequence[Tool]:
+        return [python_tool(lease)]
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """As those of `GSM8K`."""
+        require_split(split)
         return _tasks(self.path, split)
 
 
 @cache
 def _tasks(path: str | None, split: str) -> tuple[Task, ...]:
-    rows = _rows_of_hub(split) if path is None else _rows_of_file(Path(path), split)
+    rows = _rows_of_hub(split) if path is None else rows_of_split(Path(path), split)
     return tuple(
         _task(row, id=f"gsm8k-{split}-{index}", where=where)
         for index, (where, row) in enumerate(rows)
@@ -74,23 +108,6 @@ def _rows_of_hub(split: str) -> Iterable[tuple[str, Any]]:
 
     for index, row in enumerate(datasets.load_dataset("openai/gsm8k", "main", split=split)):
         yield f"openai/gsm8k {split} row {index}", row
-
-
-def _rows_of_file(path: Path, split: str) -> Iterable[tuple[str, Any]]:
-    file = path / f"{split}.jsonl" if path.is_dir() else path
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"there is no {file}; path must be a folder with train.jsonl and test.jsonl, or a file"
-        )
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{file}:{number}"
-            if not line.strip():
-                continue
-            try:
-                yield where, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: no JSON: {error}") from error
 
 
 def _task(row: Any, *, id: str, where: str) -> Task:
