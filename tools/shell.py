@@ -38,7 +38,7 @@ def shell_tool(lease: Lease, *, timeout_s: float = 15.0) -> Tool:
             command: As for bash. Both of its outputs are shown, and an exit code that is not 0.
         """
         # Where /tmp is everybody's, the state is in the work folder.
-        folder = "$HOME" if lease.sandbox.level == "process" else "/tmp"
+        folder = "$PWD" if lease.sandbox.level == "process" else "/tmp"
         script = f"{_RESTORE.format(folder=folder)}eval {shlex.quote(command)}"
         result = await lease.sandbox.exec(script, timeout=timeout_s)
         if result.exit_code > 0 and not result.timed_out:
