@@ -2,8 +2,22 @@
 
 import gymnasium
 
+from agentrl.env import register_scheme
+
+for _scheme, _adapter in {
+    "gym": "envs.adapters.gym:GymText",
+    "rg": "envs.adapters.reasoning_gym:ReasoningGym",
+    "ta": "envs.adapters.textarena:TextArena",
+    "openenv": "envs.adapters.openenv:OpenEnv",
+    "verifiers": "envs.adapters.verifiers:Verifiers",
+    "mcp": "envs.adapters.mcp:MCPEnv",
+}.items():
+    register_scheme(_scheme, _adapter)
+
 for _id, _entry_point in {
     "agentrl/Arithmetic-v0": "envs.arithmetic:Arithmetic",
+    "agentrl/Blackjack-v0": "envs.adapters.gym:Blackjack",
+    "agentrl/FrozenLake-v0": "envs.adapters.gym:FrozenLake",
     "agentrl/GSM8K-v0": "envs.gsm8k:GSM8K",
     "agentrl/GSM8KPython-v0": "envs.gsm8k:GSM8KPython",
     "agentrl/HumanEval-v0": "envs.human_eval:HumanEval",

@@ -127,6 +127,18 @@ class GymText(TextEnv):
         return f"Reply with {describe_actions(self.inner.action_space)}."
 
 
+class FrozenLake(GymText):
+    """The ice does not slip, unless `is_slippery` says so."""
+
+    def __init__(self, *, is_slippery: bool = False, **kwargs: Any) -> None:
+        super().__init__("FrozenLake-v1", is_slippery=is_slippery, **kwargs)
+
+
+class Blackjack(GymText):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__("Blackjack-v1", **kwargs)
+
+
 def describe(space: spaces.Space[Any], value: Any) -> str:
     """An observation in words."""
     if isinstance(space, spaces.Dict):

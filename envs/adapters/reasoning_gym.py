@@ -14,6 +14,7 @@ from agentrl.rubric import Rubric
 from agentrl.types import Action, Message, Task
 from envs.adapters import library
 from envs.adapters.randomness import drawing_from, global_state_kept, tame
+from envs.rows import require_split
 from envs.tool_env import ToolEnv
 
 
@@ -59,8 +60,7 @@ class ReasoningGym(ToolEnv):
         return dataset, rows
 
     def tasks(self, split: str) -> Sequence[Task]:
-        if split not in ("train", "test"):
-            raise ValueError(f"there is no split {split!r}; there are train, test")
+        require_split(split)
         return [
             Task(
                 id=f"{self._made[0]}-{split}-{index}",

@@ -63,7 +63,13 @@ class TextArena(TextEnv):
         self._running = not done
         rewards, about = self.game.close() if done else ({}, {})
         said = about[0].get("reason", "") if done else self._say()
-        return said, float((rewards or {}).get(0, 0)), done, False, {"metrics": {"ta/game_errors": 0}}
+        return (
+            said,
+            float((rewards or {}).get(0, 0)),
+            done,
+            False,
+            {"metrics": {"ta/game_errors": 0}},
+        )
 
     def _say(self) -> str:
         """What the game said since its player's last move."""
