@@ -39,7 +39,7 @@ class Bubblewrap(SpawnedBackend):
         return Recipe(
             argv=[find_bwrap(), *self._options(spawner), interpreter()[0]],
             env=ENV,
-            limits=self.limits(spawner, own_processes=True),
+            limits=self.limits(spawner),
             home=HOME,
         )
 

@@ -18,14 +18,15 @@ class Process(SpawnedBackend):
         return Recipe(
             argv=[interpreter()[0]],
             env=ENV,
-            limits=self.limits(spawner, own_processes=spawner.root),
+            limits=self.limits(spawner),
         )
 
     def describe(self, spawner: Spawner) -> str:
         held = (
             f"memory, processes and CPU limited by cgroup v{spawner.cgroup}"
             if spawner.cgroup
-            else "memory limited per process" + (" and processes" if spawner.root else " only")
+            else "memory limited per process only, processes "
+            + ("too" if spawner.root else "roughly")
         )
         uid = "a uid of its own" if spawner.root else f"your uid ({os.getuid()})"
         return (

@@ -18,6 +18,7 @@ from tools.sandbox.client import BOOT, MAX_LINE, Setup
 from tools.sandbox.protocol import Level, SandboxConfig, SandboxUnavailable
 
 KILL_S = 10.0
+SPARE_THREADS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +220,8 @@ class SpawnedBackend:
         if self._spawner is not None:
             await self._spawner.close()
 
-    def limits(self, spawner: Spawner, *, own_processes: bool) -> dict[str, int]:
-        """Of each process: beside a cgroup, or (`own_processes`: the uid has no others) for one."""
+    def limits(self, spawner: Spawner) -> dict[str, int]:
+        """Of each process: beside a cgroup, or in place of one."""
         memory = self.config.memory_mb << 20
         limits = {
             "RLIMIT_CORE": 0,
@@ -230,8 +231,7 @@ class SpawnedBackend:
         if spawner.cgroup:
             # A little less than the cgroup's, so that one that asks for more hears of it.
             return limits | {"RLIMIT_DATA": memory * 7 // 8}
-        limits["RLIMIT_AS"] = memory
-        return limits | ({"RLIMIT_NPROC": self.config.max_processes} if own_processes else {})
+        return limits | {"RLIMIT_AS": memory, "RLIMIT_NPROC": self.config.max_processes}
 
 
 class SpawnedWall:
@@ -260,7 +260,10 @@ class SpawnedWall:
         reader, writer = await asyncio.open_connection(sock=stream, limit=MAX_LINE)
         home = recipe.home or where["folder"]
         env = {"HOME": home} | ({"TMPDIR": home} if recipe.home is None else {})
-        return reader, writer, Setup(home=home, uid=where["uid"], limits=recipe.limits, env=env)
+        limits = dict(recipe.limits)
+        if where["num_threads"]:  # the limit counts all of this user's, which come and go
+            limits["RLIMIT_NPROC"] += where["num_threads"] + SPARE_THREADS
+        return reader, writer, Setup(home=home, uid=where["uid"], limits=limits, env=env)
 
     async def kill(self) -> None:
         box, self._box = self._box, None

@@ -140,7 +140,7 @@ def own_uids() -> range | None:
     return None
 
 
-def parents() -> dict[int, list[int]]:
+def find_children() -> dict[int, list[int]]:
     """pid -> pids of its children, of all processes."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
@@ -152,16 +152,34 @@ def parents() -> dict[int, list[int]]:
 
 
 def kill_trees(roots: list[int]) -> None:
-    children, found = parents(), list(roots)
-    for pid in found:
-        found += children.get(pid, [])
-    for pid in found:
+    """Stop them until there are no new ones, lest a fork bomb outruns this; then kill."""
+    stopped: set[int] = set()
+    for _ in range(100):
+        children, found = find_children(), list(roots)
+        for pid in found:
+            found += children.get(pid, [])
+        if stopped.issuperset(found):
+            break
+        for pid in set(found) - stopped:
+            kill(pid, signal.SIGSTOP)
+        stopped.update(found)
+    for pid in stopped:
         kill(pid)
 
 
-def kill(pid: int) -> None:
+def num_threads_of(uid: int) -> int:
+    """Of all processes of a uid: what RLIMIT_NPROC counts."""
+    count = 0
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if path.name.isdigit() and path.stat().st_uid == uid:
+                count += len(os.listdir(path / "task"))
+    return count
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
 
 def kill_uid(uid: int) -> bool:
@@ -311,7 +329,13 @@ class Helper:
                 os._exit(127)
         box = Box(message["id"], slot, pid, uid, cgroups, folder, errors)
         self.boxes[box.id] = box
-        self.tell(event="started", id=box.id, uid=uid, folder=folder and str(folder))
+        self.tell(
+            event="started",
+            id=box.id,
+            uid=uid,
+            folder=folder and str(folder),
+            num_threads=num_threads_of(os.getuid()) if folder and not (uid or cgroups) else 0,
+        )
 
     def kill(self, box: Box) -> None:
         """End what is in it; `remove` does the rest."""
@@ -356,7 +380,7 @@ class Helper:
                 return False
         else:
             known = {other.pid for other in self.boxes.values() if other.code is None}
-            strays = [pid for pid in parents().get(os.getpid(), []) if pid not in known]
+            strays = [pid for pid in find_children().get(os.getpid(), []) if pid not in known]
             if strays:  # of a worker that ended before what it had started
                 kill_trees(strays)
                 return False

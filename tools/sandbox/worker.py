@@ -469,6 +469,22 @@ def signal_group(pid, number):
 
 
 def kill_descendants(pid):
+    """Stop them until there are no new ones, lest a fork bomb outruns this; then kill."""
+    stopped = set()
+    for _ in range(100):
+        new = find_descendants(pid) - stopped
+        if not new:
+            break
+        for child in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGSTOP)
+        stopped |= new
+    for child in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def find_descendants(pid):
     children = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -478,9 +494,7 @@ def kill_descendants(pid):
     found = [pid]
     for parent in found:
         found += children.get(parent, [])
-    for child in found[1:]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+    return set(found[1:])
 
 
 def read_outcome(line):
