@@ -74,7 +74,8 @@ async def passes(sandbox: Sandbox, problem: dict[str, str], code: str, *, timeou
 
 def code_of(text: str) -> str:
     """The last fenced block of a text; a text without one is all code."""
-    blocks = _BLOCK.findall(text.rpartition("</think>")[2])
+    text = text.rpartition("</think>")[2]
+    blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else text
 
 

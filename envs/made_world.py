@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-NUM_CITIES, NUM_PEOPLE, NUM_BOOKS = 60, 150, 200
+NUM_CITIES, NUM_PEOPLE, NUM_BOOKS, NUM_PLACES = 60, 150, 200, 8
 
 _STARTS = [
     "Bar", "Cal", "Dor", "El", "Fen", "Gal", "Hol", "Is", "Jar", "Kel", "Lor", "Mar", "Nor",
@@ -79,7 +79,8 @@ class World:
 def make_world(seed: int) -> World:
     """The same world for the same seed, on every machine."""
     generator = random.Random(f"world {seed}")
-    names = _names(generator, _CITY_ENDS, NUM_CITIES)
+    names = _names(generator, _CITY_ENDS, NUM_CITIES + NUM_PLACES)
+    names, places = names[:NUM_CITIES], names[NUM_CITIES:]  # books are named after the latter
     rivers = _names(generator, _RIVER_ENDS, NUM_CITIES)
     cities = tuple(
         City(
@@ -105,10 +106,10 @@ def make_world(seed: int) -> World:
         for name in full_names
     )
     titles = [
-        f"The {adjective} {thing} of {city.name}"
+        f"The {adjective} {thing} of {place}"
         for adjective in _ADJECTIVES
         for thing in _THINGS
-        for city in cities[:8]
+        for place in places
     ]
     books = []
     for title in generator.sample(titles, NUM_BOOKS):

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 from agentrl.rubric import Rubric
-from agentrl.threads import inline
 from agentrl.tool import Tool
 from agentrl.types import Action, Message, Task
 from envs.answers import is_same, stated_answer
@@ -43,9 +42,8 @@ async def solved(env: Any, messages: Sequence[Message]) -> bool:
     return True
 
 
-@inline
-def solved_by_family(trajectory: Any, task: Task) -> dict[str, float]:
-    return {f"solved/{task.info['family']}": trajectory.rewards.get("solved", 0.0)}
+async def solved_by_family(env: Any, messages: Sequence[Message], task: Task) -> dict[str, bool]:
+    return {f"solved/{task.info['family']}": await solved(env, messages)}
 
 
 class ShellTasks(SandboxedEnv):

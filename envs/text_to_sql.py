@@ -56,7 +56,8 @@ def same_rows(said: Rows, gold: Rows, *, ordered: bool) -> bool:
 
 def sql_of(text: str) -> str:
     """The last fenced block of a text; a text without one is all SQL."""
-    blocks = _BLOCK.findall(text.rpartition("</think>")[2])
+    text = text.rpartition("</think>")[2]
+    blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else text
 
 
