@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.types import Message, ToolCall
-from envs.answers import final_answer, is_correct, last_box, read_answer
+from envs.answers import (
+    final_answer,
+    is_correct,
+    is_same,
+    last_box,
+    read_answer,
+    stated_answer,
+)
 
 RIGHT = [
     # F045: commas, currency, trailing dot, sign
@@ -178,3 +185,50 @@ def test_the_final_answer_is_the_assistants_last_word_and_no_call():
     assert final_answer([said, Message(role="tool", content="5")]) == ""
     assert final_answer([Message(role="assistant", content="5", tool_calls=(call,))]) == ""
     assert final_answer([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold"),
+    [
+        ("Paris.", "Paris"),
+        ("the  Silent\nLantern", "The silent lantern"),
+        ("“An Orchard”", "orchard"),
+        ("Ｐａｒｉｓ", "paris"),
+        ("1,741", "1741"),
+        ("in 1741", "1741"),
+        ("a.b.txt", "`a.b.txt`"),
+    ],
+)
+def test_the_same_words_are_the_same_answer(prediction: str, gold: str):
+    """F045."""
+    assert is_same(prediction, gold)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold"),
+    [
+        ("Paris or Rome", "Paris"),
+        ("Pari", "Paris"),
+        ("", "Paris"),
+        ("...", "Paris"),
+        ("", ""),
+        ("1742", "1741"),
+        ("none", "1741"),
+        ("ab.txt", "a.b.txt"),
+        ("\udcff", "Paris"),
+    ],
+)
+def test_other_words_and_no_words_are_not(prediction: str, gold: str):
+    """F051."""
+    assert not is_same(prediction, gold)
+
+
+def test_the_stated_answer_follows_the_last_mark():
+    def stated(text: str) -> str:
+        return stated_answer([Message(role="assistant", content=text)])
+
+    assert stated("Answer: x\nso\nAnswer:  Paris \nDone") == "Paris "
+    assert stated("Paris") == "Paris"
+    assert stated("Answer:") == ""
+    assert stated("<think>Answer: x</think>Paris") == "Paris"
+    assert stated_answer([]) == ""
