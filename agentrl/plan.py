@@ -122,13 +122,21 @@ def batch_arithmetic(config: RunConfig) -> Iterator[str]:
 
 
 def tool_limits(envs: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Name and time limit, in seconds, of the envs' tools that have one."""
-    return [
-        (f"{name}/{tool.name}" if name else tool.name, tool.timeout_s)
-        for name, env in envs.items()
-        for tool in getattr(env, "tools", ())
-        if not tool.inline
-    ]
+    """Name and time limit, in seconds, of the envs' tools that have one.
+
+    Calls that wait for each other are one more: all that a turn may have of them.
+    """
+    limits = []
+    for env_name, env in envs.items():
+        tools = [tool for tool in getattr(env, "tools", ()) if not tool.inline]
+        bounds = [(tool.name, tool.timeout_s) for tool in tools]
+        calls = getattr(env, "max_calls_per_turn", 1)
+        serial = [(tool.timeout_s, tool.name) for tool in tools if tool.serial]
+        if serial and calls > 1:
+            longest_s, name = max(serial)
+            bounds.append((f"{name}, {calls} calls in turn", calls * longest_s))
+        limits += [(f"{env_name}/{name}" if env_name else name, bound) for name, bound in bounds]
+    return limits
 
 
 def env_lines(config: RunConfig, envs: Mapping[str, Any]) -> Iterator[str]:

@@ -49,7 +49,7 @@ class Corpus:
     def __init__(self, documents: Iterable[Document]) -> None:
         """
         Raises:
-            ValueError: two documents have one id, or there is none.
+            ValueError: two documents have one id, or there is nothing to search for.
             EnvNotFound: bm25s is not installed.
         """
         bm25s = _bm25s()
@@ -58,11 +58,11 @@ class Corpus:
             if document.id in self.documents:
                 raise ValueError(f"two documents have the id {document.id!r}")
             self.documents[document.id] = document
-        if not self.documents:
-            raise ValueError("the corpus has no documents")
         self._ordered = list(self.documents.values())
         texts = [f"{document.title}\n{document.text}" for document in self._ordered]
         tokens = bm25s.tokenize(texts, token_pattern=_TOKEN, show_progress=False)
+        if not tokens.vocab:
+            raise ValueError("the corpus has no words to search for")
         self._index = bm25s.BM25()
         self._index.index(tokens, show_progress=False)
 

@@ -90,7 +90,7 @@ def main():
     with contextlib.suppress(ValueError):  # a lower limit holds already
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     seconds = int(request["timeout_s"]) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # SIGXCPU, then SIGKILL
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
