@@ -89,13 +89,13 @@ def eventually(condition: Callable[[], bool], timeout: float = 5.0) -> bool:
     return True
 
 
-def processes_with(text: str) -> list[psutil.Process]:
-    """All processes of this machine whose command line has `text` in it."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(text in part for part in process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+def process_of(command: list[str]) -> psutil.Process:
+    """The process of this machine that runs it, once there is one."""
+    found: list[psutil.Process] = []
+
+    def find() -> bool:
+        found[:] = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == command]
+        return bool(found)
+
+    assert eventually(find), f"no process runs {command}"
+    return found[0]

@@ -20,7 +20,7 @@ LIMIT = 1 << 16  # characters of a traceback
 
 
 def interpret(code, answer, home):
-    """Read cells from the fd `code`, a JSON string a line; write [exit code, error] to `answer`."""
+    """Read [id, text] a line from the fd `code`; write [id, exit code, error] to `answer`."""
     pid, null, out, commands = os.getpid(), os.dup(0), os.dup(1), os.fdopen(code, "rb")
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
@@ -39,7 +39,8 @@ def interpret(code, answer, home):
             )
             for fd in (1, 2)
         )
-        outcome = run_cell(json.loads(line), f"<cell {number}>", vars(module), home)
+        id, cell = json.loads(line)
+        outcome = [id, *run_cell(cell, f"<cell {number}>", vars(module), home)]
         if os.getpid() != pid:  # a fork of the cell's own
             os._exit(0)
         line = json.dumps(outcome).encode() + b"\n"

@@ -80,6 +80,8 @@ class Pool:
             start.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
         sandboxes = [*self._ready, *self._leased]
+        for _ in self._leased:  # who waits for a turn shall hear of it
+            self._turns.release()
         self._ready.clear()
         self._leased.clear()
         await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))

@@ -52,6 +52,25 @@ class Output:
         return [base64.b64encode(self.head).decode(), dropped, base64.b64encode(tail).decode()]
 
 
+class Outcome:
+    """What the interpreter says of one cell, by a pipe that the cell may write to as well."""
+
+    def __init__(self, id):
+        self.id, self.code, self.error = id, None, b""
+        self.line, self.total, self.limit, self.closed = bytearray(), 0, 1 << 20, False
+
+    def add(self, data):
+        self.total += len(data)
+        *lines, self.line = (self.line + data).split(b"\n")
+        for line in lines:
+            try:
+                id, code, error = json.loads(line)
+                if id == self.id:  # else of an earlier cell, for which another answer was forged
+                    self.code, self.error = int(code), str(error).encode(errors="replace")
+            except (ValueError, TypeError, RecursionError):
+                self.closed = True
+
+
 class Feed:
     """What goes into a pipe, as fast as its reader takes it."""
 
@@ -117,6 +136,8 @@ class Worker:
         if os.getpid() != 1:
             prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        elif uid is not None:  # the change of it took away the one that bwrap had set
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.chdir(self.home)
         self.answer(start["id"])
 
@@ -218,13 +239,12 @@ class Worker:
             self.interpreter, full = self.start_interpreter()
             lost = lost or full
         it = self.interpreter
-        feed = Feed(os.dup(it.code), json.dumps(request["code"]).encode() + b"\n")
-        output, control = Output(self.keep), Output(1 << 20)
-        control.limit = control.keep_head
-        sinks = {it.output: output, it.control: control}
+        feed = Feed(os.dup(it.code), json.dumps([request["id"], request["code"]]).encode() + b"\n")
+        output, outcome = Output(self.keep), Outcome(request["id"])
+        sinks = {it.output: output, it.control: outcome}
 
         def done():
-            return b"\n" in control.head or control.closed or it.pid in self.ended
+            return outcome.code is not None or outcome.closed or it.pid in self.ended
 
         on_time = self.wait(request["id"], sinks, done, deadline, feed)
         timed_out = not on_time and time.monotonic() >= deadline
@@ -234,7 +254,7 @@ class Worker:
             self.wait(request["id"], sinks, done, time.monotonic() + INTERRUPT_S, feed)
         feed.close()
         self.drain({it.output: output})
-        code, error = read_outcome(bytes(control.head))
+        code = outcome.code
         if code is None:
             if done():  # give a process that ends the time to say how
                 last = time.monotonic() + 0.2
@@ -246,7 +266,7 @@ class Worker:
                 self.kill_all()
             lost = True
         text = Output(self.keep)
-        text.add(error)
+        text.add(outcome.error)
         if not on_time and not timed_out:
             text.add(FLOODED)
         return {
@@ -495,15 +515,6 @@ def find_descendants(pid):
     for parent in found:
         found += children.get(parent, [])
     return set(found[1:])
-
-
-def read_outcome(line):
-    """What the interpreter said of its cell: exit code and error; (None, b"") if that is none."""
-    try:
-        code, error = json.loads(line)
-        return int(code), str(error).encode(errors="replace")
-    except (ValueError, TypeError, RecursionError):
-        return None, b""
 
 
 if __name__ == "__main__":
