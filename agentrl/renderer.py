@@ -144,6 +144,13 @@ class Renderer:
         head, rest = text[: left_out[0][0]], text[left_out[-1][1] :]
         return f"{head}\n[{len(left_out)} tokens left out]\n{rest}"
 
+    def write(self, action: Action) -> list[int]:
+        """The tokens that a model would sample to act so, its end token included; for checks."""
+        calls = "\n".join(self.parser.format(call) for call in action.tool_calls)
+        text = "\n".join(part for part in (action.content, calls) if part)
+        thought = "</think>" if self._template.opens_thinking else ""
+        return self._encode(thought + text + self._template.close)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, control tokens included; for parsing and display only."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
@@ -197,9 +204,7 @@ class Renderer:
         function = self._tools[0]["function"]
         required = (function.get("parameters") or {}).get("required") or ["x"]
         call = ToolCall(id="call_0", name=function["name"], arguments={required[0]: "23*47"})
-        written = self._encode(self.parser.format(call) + self._template.close)
-        thought = self._encode("</think>" if self._template.opens_thinking else "")
-        if self.parse(thought + written, "stop").tool_calls != (call,):
+        if self.parse(self.write(Action("", attempts=(call,))), "stop").tool_calls != (call,):
             raise RendererError(
                 f"a call in tool_format {self.parser.name!r} does not survive the tokenizer; "
                 "choose another tool_format"

@@ -14,6 +14,15 @@ REQUIRES = {  # scheme: the module that must be there, and the extra that instal
     "mcp": ("mcp", "mcp"),
 }
 
+EXAMPLES = {
+    "gym": "gym:FrozenLake-v1?is_slippery=false",
+    "rg": "rg:gsm_symbolic?size=500",
+    "ta": "ta:GuessTheNumber-v0",
+    "openenv": "openenv:http://localhost:8000",
+    "verifiers": "verifiers:my-taskset",
+    "mcp": "mcp:uvx mcp-server-time?tasks=rows.jsonl",
+}
+
 
 def library(scheme: str, module: str | None = None) -> Any:
     """The library that the envs of `scheme` come from, or a module of it.

@@ -128,13 +128,15 @@ class GymText(TextEnv):
 
 
 class FrozenLake(GymText):
-    """The ice does not slip, unless `is_slippery` says so."""
+    """FrozenLake as text; the ice does not slip, unless `is_slippery` says so."""
 
     def __init__(self, *, is_slippery: bool = False, **kwargs: Any) -> None:
         super().__init__("FrozenLake-v1", is_slippery=is_slippery, **kwargs)
 
 
 class Blackjack(GymText):
+    """Blackjack as text; the reward is 1, 0 or -1."""
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__("Blackjack-v1", **kwargs)
 
