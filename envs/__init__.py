@@ -16,6 +16,7 @@ for _scheme, _adapter in {
 
 for _id, _entry_point in {
     "agentrl/Arithmetic-v0": "envs.arithmetic:Arithmetic",
+    "agentrl/ArithmeticPython-v0": "envs.arithmetic:ArithmeticPython",
     "agentrl/Blackjack-v0": "envs.adapters.gym:Blackjack",
     "agentrl/FrozenLake-v0": "envs.adapters.gym:FrozenLake",
     "agentrl/GSM8K-v0": "envs.gsm8k:GSM8K",

@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator: products, expressions and word problems, made here."""
+"""Arithmetic with a calculator or Python: products, expressions and word problems, made here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from typing import Any, Literal, get_args
 
 from agentrl.rubric import Rubric
 from agentrl.threads import inline
+from agentrl.tool import Tool
 from agentrl.types import Message, Task
 from envs.answers import final_answer, is_correct
+from envs.rows import require_split
+from envs.sandboxed import SandboxedEnv
 from envs.tool_env import Demonstration, ToolEnv, demonstration
 from envs.word_problems import word_problems
 from tools.calculator import calc, evaluate
+from tools.python import python_tool
+from tools.sandbox.pool import Lease
 
 Kind = Literal["product", "expression", "word"]
 Problem = tuple[str, str, str]  # question, answer, and a key that is equal for equal problems
@@ -25,21 +30,16 @@ NUM_TASKS = {"train": 2000, "test": 200}  # per kind
 TEST_SHARE = 0.1  # of all problems there are
 
 
-def _shown(question: str, expression: str, answer: str) -> Demonstration:
-    return demonstration(
-        question, [("calc", {"expression": expression}, answer)], f"The answer is {answer}."
-    )
-
-
-_DEMONSTRATIONS: dict[Kind, tuple[Demonstration, ...]] = {  # the n-th has n operations
-    "product": (_shown("What is 12 * 34?", "12*34", "408"),),
+# Question, expression and answer; the n-th has n operations.
+_SHOWN: dict[Kind, tuple[tuple[str, str, str], ...]] = {
+    "product": (("What is 12 * 34?", "12*34", "408"),),
     "expression": (
-        _shown("What is 58 - 23?", "58-23", "35"),
-        _shown("What is 15 + 4 * 22?", "15+4*22", "103"),
+        ("What is 58 - 23?", "58-23", "35"),
+        ("What is 15 + 4 * 22?", "15+4*22", "103"),
     ),
     "word": (
-        _shown("Tom has 28 pens and finds 17 more. How many pens does Tom have?", "28+17", "45"),
-        _shown(
+        ("Tom has 28 pens and finds 17 more. How many pens does Tom have?", "28+17", "45"),
+        (
             "Zoe has 14 bags with 25 nuts each and eats 30 nuts. How many nuts are left?",
             "14*25-30",
             "320",
@@ -90,27 +90,68 @@ class Arithmetic(ToolEnv):
             max_operations: In an expression or word problem, 1 to 3.
             limits: As `ToolEnv` takes them.
         """
-        unknown = [kind for kind in kinds if kind not in get_args(Kind)]
-        if unknown or not kinds:
-            raise ValueError(f"kinds must be of {', '.join(get_args(Kind))}, not {list(kinds)}")
-        if not 1 <= max_operations <= 3:
-            raise ValueError(f"max_operations must be 1, 2 or 3, not {max_operations}")
+        self.demonstrations = _demonstrations(kinds, max_operations, "calc", "expression")
         self.kinds = tuple(kinds)
         self.max_operations = max_operations
-        self.demonstrations = tuple(
-            shot for kind in dict.fromkeys(kinds) for shot in _DEMONSTRATIONS[kind][:max_operations]
-        )
         super().__init__(**limits)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """2,000 training or 200 test problems per kind."""
-        if split not in NUM_TASKS:
-            raise ValueError(f"there is no split {split!r}; there are {', '.join(NUM_TASKS)}")
         return _tasks(split, self.kinds, self.max_operations)
+
+
+class ArithmeticPython(SandboxedEnv):
+    """The problems and rewards of `Arithmetic`, solved with Python in a sandbox."""
+
+    system_prompt = "Use the tool python, then give the answer."
+    rubric = Arithmetic.rubric
+
+    def __init__(
+        self,
+        *,
+        kinds: Sequence[Kind] = ("product", "word"),
+        max_operations: int = 2,
+        **limits: Any,
+    ) -> None:
+        """
+        Args:
+            kinds: As `Arithmetic` takes them.
+            max_operations: As `Arithmetic` takes it.
+            limits: As `SandboxedEnv` takes them.
+        """
+        self.demonstrations = _demonstrations(kinds, max_operations, "python", "code")
+        self.kinds = tuple(kinds)
+        self.max_operations = max_operations
+        super().__init__(**limits)
+
+    def make_tools(self, lease: Lease) -> Sequence[Tool]:
+        return [python_tool(lease, timeout_s=2.0)]
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return _tasks(split, self.kinds, self.max_operations)
+
+
+def _demonstrations(
+    kinds: Sequence[Kind], max_operations: int, tool: str, argument: str
+) -> tuple[Demonstration, ...]:
+    """Raises ValueError for what no problem can be made of."""
+    unknown = [kind for kind in kinds if kind not in get_args(Kind)]
+    if unknown or not kinds:
+        raise ValueError(f"kinds must be of {', '.join(get_args(Kind))}, not {list(kinds)}")
+    if not 1 <= max_operations <= 3:
+        raise ValueError(f"max_operations must be 1, 2 or 3, not {max_operations}")
+    return tuple(
+        demonstration(
+            question, [(tool, {argument: expression}, answer)], f"The answer is {answer}."
+        )
+        for kind in dict.fromkeys(kinds)
+        for question, expression, answer in _SHOWN[kind][:max_operations]
+    )
 
 
 @cache
 def _tasks(split: str, kinds: tuple[Kind, ...], max_operations: int) -> tuple[Task, ...]:
+    require_split(split)
     problems = {
         kind: _unseen(
             _problems(kind, random.Random(f"{kind} {split} {max_operations}"), max_operations),

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.trajectory import Trajectory
 from agentrl.types import Action, Message, ToolCall
-from envs.arithmetic import Arithmetic, _key
+from envs.arithmetic import Arithmetic, ArithmeticPython, _key
 from envs.word_problems import TEMPLATES
 from tools.calculator import calc, evaluate
 
@@ -80,6 +80,16 @@ def test_demonstrations_show_what_the_calculator_says_for_each_kind_asked_for():
         arguments = calling.tool_calls[0].arguments
         assert asyncio.run(calc(arguments)).content == result.content
         assert answer.content == f"The answer is {evaluate(arguments['expression'])}."
+
+
+def test_with_python_the_problems_are_the_same_and_the_demonstrations_call_python():
+    kinds = ("product", "expression", "word")
+    env = ArithmeticPython(kinds=kinds, max_operations=2)
+    assert env.tasks("test") == Arithmetic(kinds=kinds, max_operations=2).tasks("test")
+    assert [tool.name for tool in env.tools] == ["python"] and len(env.demonstrations) == 5
+    for _, calling, result, _ in env.demonstrations:
+        [call] = calling.tool_calls
+        assert call.name == "python" and str(eval(call.arguments["code"])) == result.content
 
 
 def scores(env: Arithmetic, *actions: Action) -> dict[str, float]:
