@@ -42,6 +42,18 @@ class CheckFailed(Exception):
     """What is wrong, and what to do."""
 
 
+class Measureless(Blocking):
+    """Without the metrics in info, which may hold times, and so differ from run to run."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        observation, info = super().reset(seed=seed, options=options)
+        return observation, {key: value for key, value in info.items() if key != "metrics"}
+
+    def step(self, action: Any) -> Any:
+        *result, info = super().step(action)
+        return *result, {key: value for key, value in info.items() if key != "metrics"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """The env under examination."""
@@ -129,7 +141,7 @@ async def _text(subject: Subject, name: str) -> None:
 
 
 async def _gymnasium(subject: Subject) -> None:
-    blocking = Blocking(subject.make(), loop=asyncio.get_running_loop())
+    blocking = Measureless(subject.make(), loop=asyncio.get_running_loop())
 
     def run() -> None:
         with warnings.catch_warnings():
