@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Annotated, Any, NotRequired, Self, get_type_hints, overload
 
@@ -103,7 +103,7 @@ class Tool:
         made = cls.__new__(cls)
         made.function = function
         made.timeout_s, made.inline, made.serial = timeout_s, False, False
-        made._read = partial(_read_by_schema, _validator(name, parameters))
+        made._read = partial(_read_by_schema, _validator(name, json.dumps(parameters)))
         made._describe(name, description, parameters)
         return made
 
@@ -243,11 +243,13 @@ def _read_by_type(arguments: pydantic.TypeAdapter[Any], given: Any) -> dict[str,
     raise _BadArguments("; ".join(wrong))
 
 
-def _validator(name: str, parameters: dict[str, Any]) -> Any:
+@cache  # a schema takes milliseconds to check, and each episode makes its tools
+def _validator(name: str, schema: str) -> Any:
     import referencing
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
 
+    parameters = json.loads(schema)
     kind = validator_for(parameters, Draft202012Validator)
     try:
         kind.check_schema(parameters)
