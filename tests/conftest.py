@@ -48,15 +48,15 @@ def sglang_server(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) 
         yield url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sandbox_loop() -> Iterator[LoopThread]:
-    """An event loop with the pools of sandboxes that tests share."""
+    """An event loop with the pools of sandboxes that a file's tests share."""
     loop = LoopThread()
     yield loop
     loop.close()
 
 
-@pytest.fixture(scope="session", params=["bubblewrap", "process"])
+@pytest.fixture(scope="module", params=["bubblewrap", "process"])
 def sandbox_config(request: pytest.FixtureRequest) -> SandboxConfig:
     """Of each level that walls something off, with limits that tests reach soon."""
     config = SandboxConfig(

@@ -23,6 +23,7 @@ from tools.sandbox.client import Setup
 from tools.sandbox.pool import Lease, Pool, pool_for
 from tools.sandbox.protocol import SandboxConfig, SandboxUnavailable
 from tools.sandbox.spawned import Spawner
+from tools.sandbox.spawner import find_cgroups, owner
 
 
 class FakeBackend:
@@ -290,3 +291,31 @@ def test_ctrl_c_leaves_nothing_within_seconds() -> None:
         owner.wait(10)
         assert time.monotonic() - start < 5
     assert eventually(lambda: not any(process.is_running() for process in processes))
+
+
+def test_a_start_removes_what_dead_owners_left_and_nothing_else(tmp_path: Path) -> None:
+    """F098: kill -9 of both the trainer and its helper, which nobody could have cleaned up."""
+    config = config_of(warm=0)
+    cgroups = find_cgroups()
+    folders = set(cgroups.folders.values()) if cgroups is not None else set()
+    dead, alive = f"agentrl-{2**22 + 1}-1-0", f"{owner()}-0"
+    made = [folder / name for folder in folders for name in (dead, alive, "agentrl-notes")]
+    temporary = [tmp_path / name for name in (dead, alive, "agentrl-notes")]
+    for path in (*made, *temporary):
+        path.mkdir()
+
+    async def main() -> None:
+        lease = Lease(config)
+        await lease.acquire()
+        await shut_down()
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TMPDIR", str(tmp_path))
+            asyncio.run(main())
+        assert [path.exists() for path in temporary] == [False, True, True]
+        assert all(path.exists() == (path.name != dead) for path in made)
+    finally:
+        for path in made:
+            if path.exists():
+                path.rmdir()

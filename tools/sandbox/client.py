@@ -231,6 +231,8 @@ class WorkerSandbox:
             while True:
                 try:
                     line = await reader.readuntil()
+                except asyncio.IncompleteReadError as error:
+                    raise EOFError("its worker ended") from error
                 except asyncio.LimitOverrunError as error:
                     raise EOFError(f"an answer of over {MAX_LINE >> 20} MiB") from error
                 reply = json.loads(line)

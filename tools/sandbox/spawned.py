@@ -43,6 +43,7 @@ class Spawner:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ended: dict[int, asyncio.Future[Ended]] = {}
+        self._streams: dict[int, socket.socket] = {}
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
@@ -94,6 +95,7 @@ class Spawner:
                 raise SandboxUnavailable(
                     f"a sandbox did not start: {self._ended[id].result().error}"
                 )
+            self._streams[id] = ours
             return id, ours, self._started[id].result()
         except BaseException:
             ours.close()
@@ -105,8 +107,8 @@ class Spawner:
         if ended is not None and not ended.done():
             await self._send({"op": "kill", "id": id})
             await self.ended(id)
-        self._started.pop(id, None)
-        self._ended.pop(id, None)
+        for known in (self._started, self._ended, self._streams):
+            known.pop(id, None)
 
     async def ended(self, id: int) -> Ended | None:
         """How a sandbox ended, once it has; None: its helper ended, or it does not end."""
@@ -152,6 +154,9 @@ class Spawner:
             for future in self._ended.values():
                 if not future.done():
                     future.set_result(gone)
+            for stream in self._streams.values():  # a worker that reads its end ends too
+                with contextlib.suppress(OSError):
+                    stream.shutdown(socket.SHUT_RDWR)
             if not self._ready.done():
                 self._ready.set_exception(SandboxUnavailable(gone.error))
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
+SWEEP_S = 10.0
 NUM_UIDS = 512  # of a helper, one for each sandbox that lives
 
 
@@ -240,6 +241,8 @@ class Helper:
     cgroups: Cgroups | None = field(default_factory=find_cgroups)
     uids: range | None = field(default_factory=own_uids)
     boxes: dict[int, Box] = field(default_factory=dict)  # by id
+    abandoned: list[Path] = field(default_factory=list)  # cgroups of dead owners
+    sweep_until: float = field(default_factory=lambda: time.monotonic() + SWEEP_S)
 
     def run(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -255,7 +258,8 @@ class Helper:
         self.sweep()
         self.tell(event="ready", cgroup=self.cgroups and self.cgroups.version, root=bool(self.uids))
         while True:
-            ending = any(box.code is not None for box in self.boxes.values())
+            self.remove_abandoned()
+            ending = self.abandoned or any(box.code is not None for box in self.boxes.values())
             ready = {fd for fd, _ in poller.poll(5 if ending else None)}
             if trainer in ready or (self.control.fileno() in ready and not self.obey()):
                 break
@@ -390,17 +394,21 @@ class Helper:
 
     def sweep(self) -> None:
         """Remove what helpers left that are dead; another helper may be at it too."""
-        for folder in set(self.cgroups.folders.values()) if self.cgroups else ():
-            for path in folder.iterdir():
-                if is_abandoned(path.name):
-                    last = time.monotonic() + 5
-                    with contextlib.suppress(FileNotFoundError):
-                        while not remove_cgroup(path) and time.monotonic() < last:
-                            time.sleep(0.01)
         for path in Path(tempfile.gettempdir()).iterdir():
             if is_abandoned(path.name) and os.access(path, os.W_OK) and not path.is_symlink():
                 with contextlib.suppress(FileNotFoundError):
                     remove_folder(path)
+        for folder in set(self.cgroups.folders.values()) if self.cgroups else ():
+            self.abandoned += [path for path in folder.iterdir() if is_abandoned(path.name)]
+
+    def remove_abandoned(self) -> None:
+        """Cgroups whose last processes take a moment to end are tried again for a while."""
+        left = []
+        for path in self.abandoned if time.monotonic() < self.sweep_until else ():
+            with contextlib.suppress(FileNotFoundError):
+                if not remove_cgroup(path):
+                    left.append(path)
+        self.abandoned = left
 
 
 if __name__ == "__main__":

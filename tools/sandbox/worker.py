@@ -136,8 +136,6 @@ class Worker:
         if os.getpid() != 1:
             prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        elif uid is not None:  # the change of it took away the one that bwrap had set
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.chdir(self.home)
         self.answer(start["id"])
 
