@@ -27,12 +27,21 @@ TEST_EVERY = 5  # of the package's problems, every fifth is of the test split
 KEYS = ("task_id", "prompt", "entry_point", "test")
 
 _JUDGE = (Path(__file__).parent / "judge.py").read_text(encoding="utf-8")
+# The package's examples are not all as doctest wants them: some have the other quotes, or are
+# comparisons. Those of two problems are wrong.
 _EXAMPLES = """\
 import doctest, json, sys, traceback
 task = json.load(sys.stdin)
 names = {"__name__": "solution"}
 exec(compile(task["prompt"], "prompt", "exec"), names)
-examples = doctest.DocTestParser().get_examples(names[task["entry_point"]].__doc__ or "")
+try:
+    examples = doctest.DocTestParser().get_examples(names[task["entry_point"]].__doc__ or "")
+except ValueError:
+    examples = []
+class Checker(doctest.OutputChecker):
+    def check_output(self, want, got, flags):
+        same = super().check_output(want.replace('"', "'"), got.replace('"', "'"), flags)
+        return same or (not want and got == "True\\n")
 try:
     exec(compile(task["code"], "solution", "exec"), names)
 except BaseException as error:
@@ -40,7 +49,8 @@ except BaseException as error:
     traceback.print_exception(error)
     sys.exit(1)
 test = doctest.DocTest(examples, names, "examples", "", 0, "")
-failed, tried = doctest.DocTestRunner(verbose=False).run(test)
+runner = doctest.DocTestRunner(Checker(), False, doctest.NORMALIZE_WHITESPACE)
+failed, tried = runner.run(test)
 print(f"{tried - failed} of {tried} examples passed." if tried else "The code runs; no examples.")
 """
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.S)

@@ -11,6 +11,7 @@ WORDS = [
     "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty",
     "knoll", "larch", "maple", "north",
 ]  # fmt: skip
+FOLDERS = ["archive", "backup", "cache", "inbox", "media", "old", "parts", "shared"]
 LEVELS = ("INFO", "INFO", "INFO", "DEBUG", "WARNING", "ERROR")
 
 
@@ -31,16 +32,17 @@ def make_problem(family: str, seed: str) -> Problem:
 
 
 def _largest(generator: random.Random) -> Problem:
-    sizes = generator.sample(range(20, 1500), 8)
+    folder, sizes = generator.choice(FOLDERS), generator.sample(range(20, 1500), 8)
     files = {
         f"{path}.dat": "x" * size
-        for path, size in zip(_paths(generator, "store", 8), sizes, strict=True)
+        for path, size in zip(_paths(generator, folder, 8), sizes, strict=True)
     }
     largest = max(files, key=lambda path: len(files[path]))
     return Problem(
-        question="Which file below store/ is the largest? Answer with its name, without folders.",
+        question=f"Which file below {folder}/ is the largest? "
+        "Answer with its name, without folders.",
         files=files,
-        command="find store -type f -printf '%s %f\\n' | sort -n | tail -n 1",
+        command=f"find {folder} -type f -printf '%s %f\\n' | sort -n | tail -n 1",
         answer=largest.rpartition("/")[2],
     )
 
@@ -58,7 +60,7 @@ def _count(generator: random.Random) -> Problem:
 
 
 def _most_frequent(generator: random.Random) -> Problem:
-    visitors = [f"10.0.{generator.randint(0, 9)}.{generator.randint(1, 250)}" for _ in range(5)]
+    visitors = [f"10.0.{generator.randint(0, 9)}.{n}" for n in generator.sample(range(1, 250), 5)]
     counts = generator.sample(range(2, 14), 5)
     rows = [who for who, count in zip(visitors, counts, strict=True) for _ in range(count)]
     generator.shuffle(rows)
@@ -87,13 +89,14 @@ def _sum_column(generator: random.Random) -> Problem:
 
 
 def _same_content(generator: random.Random) -> Problem:
-    files = {f"{path}.txt": _lines(generator, 3) for path in _paths(generator, "copies", 6)}
+    folder = generator.choice(FOLDERS)
+    files = {f"{path}.txt": _lines(generator, 3) for path in _paths(generator, folder, 6)}
     twin = generator.choice(list(files))
     return Problem(
-        question="Which file below copies/ has the same content as original.txt? "
+        question=f"Which file below {folder}/ has the same content as original.txt? "
         "Answer with its name, without folders.",
         files=files | {"original.txt": files[twin]},
-        command="for f in $(find copies -type f); "
+        command=f"for f in $(find {folder} -type f); "
         "do if cmp -s $f original.txt; then basename $f; fi; done",
         answer=twin.rpartition("/")[2],
     )
@@ -140,13 +143,14 @@ def _extract(generator: random.Random) -> Problem:
 
 
 def _delete_empty(generator: random.Random) -> Problem:
-    paths = [f"{path}.tmp" for path in _paths(generator, "cache", 8)]
+    folder = generator.choice(FOLDERS)
+    paths = [f"{path}.tmp" for path in _paths(generator, folder, 8)]
     empty = dict.fromkeys(paths[:3], "")
     full = {path: _lines(generator, 1) for path in paths[3:]}
     return Problem(
-        question="Delete the empty files below cache/, and no other.",
+        question=f"Delete the empty files below {folder}/, and no other.",
         files=empty | full,
-        command="find cache -type f -empty -delete",
+        command=f"find {folder} -type f -empty -delete",
         end=dict.fromkeys(empty) | full,
     )
 

