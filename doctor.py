@@ -137,10 +137,13 @@ def dry_run(config: RunConfig, envs: Mapping[str, Any], engine: EngineKind, gpus
 
 def look(config: RunConfig, envs: Mapping[str, Any]) -> list[str]:
     """What the envs need and find here; a plan may be for another machine."""
-    try:
-        return preflight(envs, config.rollout.env_timeout_s)
-    except EnvNotFound as error:
-        return [f"not to be had here: {error}"]
+    lines = []
+    for name, env in envs.items():
+        try:
+            lines += preflight({name: env}, config.rollout.env_timeout_s)
+        except EnvNotFound as error:
+            lines.append(f"{name}: not to be had here: {error}".removeprefix(": "))
+    return lines
 
 
 def launch_commands(config: RunConfig, machine: Machine, max_positions: int) -> list[str]:

@@ -171,7 +171,9 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
     *sections, last = key.strip().lstrip("-").split(".")
     for section in sections:
-        values = values.setdefault(section, {})
+        if values.get(section) is None:  # also where a file says `env: null`
+            values[section] = {}
+        values = values[section]
         if not isinstance(values, dict):
             raise ConfigError(f"override {override!r}: {section!r} holds a value, not a section")
     values[last] = _parse_yaml(text, f"override {key!r}")

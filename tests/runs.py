@@ -13,14 +13,14 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentrl.env import TextEnv
+from agentrl.env import EnvNotFound, TextEnv
 from agentrl.types import Message, Task
 from tests.engines import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def save_model(folder: Path, *, template: bool = True) -> Path:
+def save_model(folder: Path, *, template: bool = True, max_positions: int = 512) -> Path:
     """A random Llama of two layers with a tokenizer of bytes."""
     torch.manual_seed(0)
     shape = LlamaConfig(
@@ -30,7 +30,7 @@ def save_model(folder: Path, *, template: bool = True) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=512,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         mlp_bias=True,
     )
@@ -96,6 +96,23 @@ class Tiny(TextEnv):
     def step(self, action):
         self.turn += 1
         return "more", len(set(action)) / 8, self.turn == 2, False, {}
+
+
+class Needy(Tiny):
+    """Says before a run what it needs, and may lack it."""
+
+    def __init__(self, lacks: str = "", **more: Any) -> None:
+        super().__init__(**more)
+        self.lacks = lacks
+
+    def preflight(self):
+        if self.lacks == "time":
+            time.sleep(0.5)
+        if self.lacks == "code":
+            raise ZeroDivisionError("a bug")
+        if self.lacks:
+            raise EnvNotFound(f"there is no {self.lacks}; install it")
+        return ["needs nothing, at level none"]
 
 
 class InTurn(Tiny):

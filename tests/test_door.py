@@ -172,6 +172,32 @@ def test_trackers_get_the_metrics(tmp_path, model, monkeypatch):
     assert step == 1 and "reward" in values
 
 
+def test_a_run_of_several_envs_measures_each_and_goes_on_as_one(tmp_path, model, capsys):
+    """What the envs say of themselves is printed; a checkpoint of one env does not fit."""
+    mix = {
+        "a": {"id": "tests.runs:Needy"},
+        "b": {"id": "tests.runs:InTurn", "weight": 3.0, "reward_funcs": ["tests.runs:length"]},
+    }
+    path = write_config(
+        tmp_path, model, env=None, mix=mix, curriculum={}, max_steps=1, eval__num_tasks=4,
+        rollout__prompts_per_step=4,
+    )  # fmt: skip
+    assert run(path) == 0
+    said = capsys.readouterr().out
+    assert "a: needs nothing, at level none" in said
+    assert "tests.runs:Needy + tests.runs:InTurn" in said
+    assert "before -> after: a/reward" in said and "b/reward" in said
+    assert run(path, "--resume", "max_steps=2") == 0
+    before, _, after = load_metrics(tmp_path / "run/metrics.jsonl")
+    assert after["step"] == 2 and after["mix/b/share"] > after["mix/a/share"] > 0
+    assert "eval/a/reward" in before and "eval/b/length" in after and "b/length" in after
+    assert "a/length" not in after, "a reward of one env alone"
+    message = refused(
+        capsys, path, "--resume", "mix={}", "curriculum=null", "env.id=tests.runs:Tiny"
+    )
+    assert "made with a mix of envs" in message
+
+
 # Going on.
 
 
@@ -397,7 +423,11 @@ def qwen(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((ROOT / "configs").glob("*.yaml")) if "mix" not in path.stem],
+    ids=lambda path: path.stem,
+)
 def test_every_shipped_config_has_a_plan_on_the_gpus_it_names(path, qwen, capsys):
     """F096: the command in the file's own comment, without a GPU or a hub."""
     command = re.search(r"--dry-run (.*)--config (\S+)", path.read_text())
@@ -429,6 +459,14 @@ def test_a_dry_run_of_a_model_that_is_not_here_prints_the_rest(tmp_path, model, 
     text = dry_run(capsys, write_config(tmp_path, model), "model.name_or_path=nobody/nothing")
     assert "the shape of nobody/nothing is not known on this machine" in text
     assert "time limits" in text
+
+
+def test_a_dry_run_says_what_an_env_lacks_and_no_more_than_that(tmp_path, model, capsys):
+    """A plan may be for another machine."""
+    path = write_config(tmp_path, model, env__id="tests.runs:Needy")
+    assert "needs nothing, at level none" in dry_run(capsys, path)
+    text = dry_run(capsys, path, "env.kwargs.lacks=engine")
+    assert "not to be had here: there is no engine; install it" in text and "time limits" in text
 
 
 @pytest.mark.parametrize(
@@ -515,6 +553,14 @@ def test_a_check_that_fails_says_why_and_the_others_go_on(
     assert checks["versions"].startswith("ok") and ("disk" in checks)
 
 
+def test_a_doctor_looks_at_each_env_of_a_mix(tmp_path, model, capsys):
+    mix = {"here": {"id": "tests.runs:Needy"}, "lost": {"id": "tests.runs:Needy?lacks=engine"}}
+    checks = doctor(capsys, write_config(tmp_path, model, env=None, mix=mix), code=1)
+    assert checks["env here"].startswith("ok") and "at level none" in checks["env here"]
+    assert checks["env lost"].startswith("FAILED") and "install it" in checks["env lost"]
+    assert checks["one turn"].startswith("ok")
+
+
 def test_a_full_disk_is_found_before_the_run(tmp_path, model, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -539,6 +585,8 @@ def test_a_full_disk_is_found_before_the_run(tmp_path, model, capsys, monkeypatc
         ("env.id=nowhere/env.py:Env", "there is no file nowhere/env.py"),
         ("env.kwargs.colour=red", "env.kwargs={'colour': 'red'}: TypeError"),
         ("env.kwargs.num_tasks=-1", "ValueError: num_tasks must not be negative"),
+        ("env.id=tests.runs:Needy?lacks=engine", "there is no engine; install it"),
+        ("env.id=tests.runs:Needy?lacks=code", "preflight of env Needy failed: ZeroDivisionError"),
         ("env.kwargs.num_tasks=1", "1 tasks, fewer than eval.num_tasks=2"),
         ("env.kwargs.num_tasks=0", "the env has no tasks in this split"),
         ("optim.micro_batch_tokens=100", "rollout.max_context_tokens=128"),

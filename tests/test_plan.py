@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from agentrl.config_file import make_config
@@ -9,6 +11,7 @@ from agentrl.memory import BF16, FP32, GIB, Machine, ModelShape, num_concurrent,
 from agentrl.models import ModelError
 from agentrl.plan import batch_arithmetic, make_plan
 from tests.runs import save_model
+from tools.sandbox.protocol import SandboxConfig
 
 LLAMA_8B = ModelShape(
     num_parameters=8_030_261_248,
@@ -146,6 +149,24 @@ def test_an_engine_in_the_process_shares_the_memory_of_the_learner():
     slots = 4 * 8192 * LLAMA_8B.kv_bytes_per_token(FP32)
     assert ("keys and values of the engine's slots", slots) in room.needs
     assert not room.fits
+
+
+def test_sandboxes_are_counted_against_the_episodes_in_play_at_once():
+    """For information: episodes wait for their turn. Envs of one config share their sandboxes."""
+    mix = {name: {"id": f"envs:{name}"} for name in ("a", "b", "c")}
+    values = {"model": {"name_or_path": "m"}, "mix": mix, "rollout": {"max_staleness": 1}}
+    few, many = SandboxConfig(max_sandboxes=64), SandboxConfig(max_sandboxes=128)
+    envs = {
+        name: SimpleNamespace(sandbox_config=sandbox)
+        for name, sandbox in zip("abc", (few, many, few), strict=True)
+    }
+    plan = make_plan(make_config(values), ON_GPU, LLAMA_8B, envs)
+    text = str(plan)
+    assert "a: envs:a, 33% of the prompts" in text
+    assert "up to 128 episodes of a, c at once" in text
+    assert "sandbox.max_sandboxes=64 allows fewer: the others wait" in text
+    assert "of b at once" in text and "sandbox.max_sandboxes=128 allows enough" in text
+    assert not [objection for objection in plan.objections if "sandbox" in objection]
 
 
 def test_an_unknown_shape_leaves_the_rest_of_the_plan():
