@@ -36,7 +36,7 @@ def task_with(**wanted: object) -> Task:
 
 
 def test_every_gold_solution_earns_the_full_reward():
-    for task in [*TASKS[:100], *ENV.tasks("test")]:
+    for task in [*TASKS[:40], *ENV.tasks("test")[:40]]:
         assert rewards(task, ENV.gold(task)) == {"bought_right": 1.0, "bought_anything": 1.0}
 
 
