@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import assert_gone, descendants
 from tests.sandboxes import Leased, LoopThread, eventually, process_of
 from tools.sandbox.pool import Lease
 from tools.sandbox.protocol import SandboxConfig, SandboxUnavailable
+from tools.sandbox.spawner import find_cgroups
 
 BOMB = "f() { f | f & }; f; sleep 60"
 COMMANDS = "for file in /proc/[0-9]*/cmdline; do tr '\\0' ' ' < $file; echo; done 2>/dev/null"
@@ -39,7 +42,8 @@ def isolated(sandbox: Leased, sandbox_config: SandboxConfig) -> Leased:
 
 
 def count_processes() -> int:
-    return len(psutil.pids())
+    """Of this test and of its sandboxes."""
+    return len(descendants())
 
 
 def test_a_fork_bomb_stays_within_its_limit_and_is_cleaned_up(sandbox: Leased) -> None:
@@ -164,10 +168,11 @@ def test_code_that_ignores_its_interrupt_is_killed(sandbox: Leased) -> None:
 def test_twenty_time_outs_leave_as_many_processes_as_before(sandbox: Leased) -> None:
     """F097."""
     sandbox.write_file("kept", "here")
-    before = sandbox.exec("ls -d /proc/[0-9]* | wc -l").stdout
+    mine = 'for p in /proc/[0-9]*; do stat -c %u $p; done 2>/dev/null | grep -c "^$(id -u)$"'
+    before = int(sandbox.exec(mine).stdout)
     for _ in range(20):
         assert sandbox.exec("sleep 60 & sleep 60", timeout=0.05).timed_out
-    assert abs(int(sandbox.exec("ls -d /proc/[0-9]* | wc -l").stdout) - int(before)) <= 3
+    assert abs(int(sandbox.exec(mine).stdout) - before) <= 2  # of the pipeline that counts
     assert sandbox.read_file("kept") == b"here"
 
 
@@ -391,7 +396,7 @@ async def main():
         await lease.acquire()
         await lease.sandbox.exec("echo x > x; sleep 7171717 &")
     print("ready", flush=True)
-    await leases[0].sandbox.exec("setsid sleep 7171717", timeout=60)
+    await leases[0].sandbox.exec("sleep 7171717", timeout=60)
 
 asyncio.run(main())
 """
@@ -403,30 +408,26 @@ def test_a_killed_trainer_leaves_no_process_cgroup_or_folder(
     """F098."""
     if sandbox_config.level == "docker":
         pytest.skip("its containers outlive a killed trainer until the next one starts")
-    before = traces()
     command = [sys.executable, "-c", OWNER, sandbox_config.model_dump_json()]
     root = Path(__file__).parents[1]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "ready\n"
-        assert traces() != before
+        processes = descendants(owner.pid)
+        [helper] = psutil.Process(owner.pid).children()
+        if sandbox_config.level == "process" or find_cgroups() is not None:
+            assert traces_of(helper.pid)
         owner.send_signal(signal.SIGKILL)
-    assert eventually(lambda: traces() <= before), traces() - before
+    assert eventually(lambda: not traces_of(helper.pid))
+    assert_gone(processes)
 
 
-def traces() -> set[str]:
-    """What sandboxes have on this machine: processes, cgroups, folders."""
-    found = set()
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or ())
-        if "7171717" in line or "spawner.py" in line or "bwrap" in line:
-            found.add(f"{process.pid} {line[:60]}")
-    for base in (Path("/sys/fs/cgroup"), Path("/tmp")):
-        for path, folders, _ in os.walk(base):
-            found |= {f"{path}/{name}" for name in folders if name.startswith("agentrl-")}
-            if base == Path("/tmp"):
-                folders.clear()
-    return found
+def traces_of(helper: int) -> list[str]:
+    """The cgroups and folders of its sandboxes on this machine."""
+    bases = {Path(tempfile.gettempdir())}
+    if (cgroups := find_cgroups()) is not None:
+        bases |= set(cgroups.folders.values())
+    return [str(path) for base in bases for path in base.glob(f"agentrl-{helper}-*")]
 
 
 def test_a_sandbox_that_is_killed_from_outside_is_a_fault_and_no_result(
