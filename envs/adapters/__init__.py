@@ -9,7 +9,6 @@ from envs.adapters.randomness import global_state_kept
 REQUIRES = {  # scheme: the module that must be there, and the extra that installs it
     "rg": ("reasoning_gym", "reasoning-gym"),
     "ta": ("textarena", "textarena"),
-    "openenv": ("openenv", "openenv"),
     "verifiers": ("verifiers", "verifiers"),
     "mcp": ("mcp", "mcp"),
 }

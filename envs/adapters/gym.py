@@ -95,7 +95,7 @@ class GymText(TextEnv):
     def step(self, action: str) -> Any:
         if not self._running:
             raise RuntimeError("the episode is over; call reset before step")
-        said = getattr(action, "content", action)[-MAX_CHARS:]
+        said = getattr(action, "content", action)
         act = read_action(self.inner.action_space, said, self.words.actions if self.words else ())
         if act is None:
             self.num_unreadable += 1
@@ -177,6 +177,7 @@ def describe_actions(space: spaces.Space[Any]) -> str:
 
 def read_action(space: spaces.Space[Any], text: str, names: tuple[str, ...] = ()) -> Any:
     """The last action in `text`: a name, a number or JSON; None where there is none."""
+    text = text[-MAX_CHARS:]
     if isinstance(space, spaces.Text):
         action = text.strip()
     elif isinstance(space, spaces.Discrete):

@@ -1,22 +1,28 @@
-"""Envs behind an OpenEnv server: text in, text out, one session of the server an episode."""
+"""Envs behind an OpenEnv server: text in, text out, one session of the server an episode.
+
+Speaks the server's own protocol, JSON over a websocket: the client of openenv-core loads the
+server's web interface with it, seconds and hundreds of MiB that no trainer needs.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
-from urllib.request import urlopen
+
+import aiohttp
 
 from agentrl.env import EnvNotFound, TextEnv
-from agentrl.threads import run_in_thread
 from agentrl.tool import Unavailable
-from envs.adapters import library
 
-TIMEOUT_S = 10.0
-"""To connect, and for the schemas."""
+CONNECT_S = 10.0
+"""For the server to answer first; a step has as long as the run gives it."""
+AWAY = (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError)
+"""What a server that is away, or is no OpenEnv server, makes of a request."""
 
 
 class OpenEnv(TextEnv):
-    """A reply is the one text that the server's action takes, else the action as a JSON object.
+    """A reply is the one field that the server's action must have, else the action as JSON.
 
     What the server refuses of an action is told; a server that is away makes the episode a fault.
     """
@@ -28,19 +34,19 @@ class OpenEnv(TextEnv):
             action_field: Takes the reply; "": the only one that an action must have.
             observation_field: Is shown; "": all, or the text alone where there is no more.
         """
-        self.url = url
-        self.action_field, self.observation_field = action_field, observation_field
-        self._connect = library("openenv", "openenv.core.generic_client").GenericEnvClient
-        self._client: Any = None
+        self.url = url.rstrip("/")
+        self.observation_field = observation_field
         self._takes: dict[str, str] = {action_field: "text"} if action_field else {}
+        self._session: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._rejected = 0
 
     def preflight(self) -> list[str]:
         try:
-            self._read_schema()
-        except (OSError, ValueError, KeyError) as error:
+            asyncio.run(self._look())
+        except AWAY as error:
             raise EnvNotFound(
-                f"no OpenEnv server answers at {self.url}/schema: {error}; start it first"
+                f"no OpenEnv server answers at {self.url}: {error!r}; start it first"
             ) from error
         return [f"OpenEnv server {self.url}: {self._how()}"]
 
@@ -49,41 +55,68 @@ class OpenEnv(TextEnv):
     ) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         await self.close()
-        try:
-            if not self._takes:
-                await run_in_thread(self._read_schema)
-            self._client = self._connect(self.url, connect_timeout_s=TIMEOUT_S)
-            result = await self._client.reset(**({} if seed is None else {"seed": seed}))
-        except Exception as error:
-            raise Unavailable(f"OpenEnv server {self.url}: {error}") from error
         self._rejected = 0
-        return self._show(result.observation), self._info()
+        try:
+            self._session = aiohttp.ClientSession()
+            await self._read_schema(self._session)
+            self._socket = await self._session.ws_connect(f"{self.url}/ws", max_msg_size=0)
+            said = await self._ask("reset", {} if seed is None else {"seed": seed})
+        except AWAY as error:
+            raise Unavailable(f"OpenEnv server {self.url}: {error!r}") from error
+        if said is None:
+            raise Unavailable(f"OpenEnv server {self.url} refuses to reset")
+        return self._show(said["observation"]), self._info()
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        if self._client is None:
+        if self._socket is None:
             raise RuntimeError("the episode is over; call reset before step")
         act = self._read_action(getattr(action, "content", action))
-        if act is None:
-            return self._reject()
         try:
-            result = await self._client.step(act)
-        except Exception as error:
-            if "VALIDATION_ERROR" in str(error):  # the client has no type for what a server says
-                return self._reject()
+            said = None if act is None else await self._ask("step", act)
+        except AWAY as error:
             raise Unavailable(f"OpenEnv server {self.url}: {error!r}") from error
-        if result.done:
+        if said is None:
+            self._rejected += 1
+            return f"Error: this is no action; {self._how()}.", 0.0, False, False, self._info()
+        done = bool(said.get("done"))
+        if done:
             await self.close()
-        reward = float(result.reward or 0.0)
-        return self._show(result.observation), reward, result.done, False, self._info()
+        reward = float(said.get("reward") or 0.0)
+        return self._show(said["observation"]), reward, done, False, self._info()
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        session, self._session, self._socket = self._session, None, None
+        if session is not None:
+            await session.close()
 
-    def _reject(self) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self._rejected += 1
-        return f"Error: this is no action; {self._how()}.", 0.0, False, False, self._info()
+    async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any] | None:
+        """What the server answers; None where it refuses `data`."""
+        assert self._socket is not None
+        await self._socket.send_json({"type": kind, "data": data})
+        answer = await self._socket.receive_json()
+        said = answer["data"]
+        if answer["type"] != "error":
+            return said
+        if said.get("code") == "VALIDATION_ERROR":
+            return None
+        raise Unavailable(f"OpenEnv server {self.url}: {said['code']}: {said['message']}")
+
+    async def _look(self) -> None:
+        async with aiohttp.ClientSession() as session:
+            await self._read_schema(session)
+
+    async def _read_schema(self, session: aiohttp.ClientSession) -> None:
+        """Learn the fields that an action must have."""
+        if self._takes:
+            return
+        timeout = aiohttp.ClientTimeout(total=CONNECT_S)
+        async with session.get(f"{self.url}/schema", timeout=timeout) as response:
+            response.raise_for_status()
+            schema = (await response.json())["action"]
+        properties = schema["properties"]
+        self._takes = {
+            name: properties[name].get("type", "any") for name in schema.get("required", [])
+        }
 
     def _info(self) -> dict[str, Any]:
         return {"metrics": {"openenv/rejected_actions": self._rejected}}
@@ -101,20 +134,10 @@ class OpenEnv(TextEnv):
             return None
         return action if isinstance(action, dict) else None
 
-    def _show(self, observation: Any) -> str:
+    def _show(self, observation: dict[str, Any]) -> str:
         if self.observation_field:
             return str(observation[self.observation_field])
         values = list(observation.values())
         if len(values) == 1 and isinstance(values[0], str):
             return values[0]
         return json.dumps(observation, ensure_ascii=False)
-
-    def _read_schema(self) -> None:
-        """Learn the fields that an action must have."""
-        with urlopen(f"{self.url}/schema", timeout=TIMEOUT_S) as response:
-            schema = json.load(response)["action"]
-        if not self._takes:
-            properties = schema["properties"]
-            self._takes = {
-                name: properties[name].get("type", "any") for name in schema.get("required", [])
-            }

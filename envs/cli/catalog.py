@@ -20,7 +20,7 @@ def print_catalog() -> None:
     print("\nEnvs of other libraries, by scheme:")
     for scheme in schemes():
         example = EXAMPLES.get(scheme, f"{scheme}:…")
-        module, extra = REQUIRES.get(scheme, ("gymnasium", ""))
+        module, extra = REQUIRES.get(scheme, ("agentrl", ""))
         missing = "" if find_spec(module) else f"pip install -e '.[{extra}]'"
         print(f"  {example:<44} {missing or 'installed'}")
     print("\nEnvs of installed packages (entry-point group agentrl.envs):")

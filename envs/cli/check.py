@@ -82,7 +82,7 @@ async def check(name: str, tokenizer: str | None, tool_format: str, instances: i
     rows = tasks_of(env, "train")
     if rows is not None and not rows:
         raise EnvNotFound(f"env {name!r} has no training tasks")
-    for line in env.preflight() if hasattr(env, "preflight") else ():
+    for line in await run_in_thread(env.preflight) if hasattr(env, "preflight") else ():
         print(line)
     tasks = [rows[i * len(rows) // 4] for i in range(4)] if rows else [None]
     subject = Subject(make=lambda: make_env(name), env=env, tasks=tasks)

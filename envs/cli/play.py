@@ -31,7 +31,7 @@ async def play(name: str, seed: int, row: int, url: str | None, model: str) -> N
     tasks = tasks_of(env, "train")
     if tasks is not None and not 0 <= row < len(tasks):
         raise EnvNotFound(f"env {name!r} has {len(tasks)} training tasks; there is no {row}")
-    for line in env.preflight() if hasattr(env, "preflight") else ():
+    for line in await run_in_thread(env.preflight) if hasattr(env, "preflight") else ():
         print(line)
     tools: Sequence[Tool] = getattr(env, "tools", ())
     for tool in tools:
