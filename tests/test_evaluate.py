@@ -89,6 +89,27 @@ def test_a_config_file_is_not_needed(tmp_path, model):
     assert main(arguments) == 0
 
 
+def test_a_mix_is_evaluated_env_by_env(tmp_path, model, capsys):
+    mix = {"a": {"id": "tests.runs:Needy"}, "b": {"id": "tests.runs:Tiny"}}
+    path = write_config(
+        tmp_path,
+        model,
+        env=None,
+        mix=mix,
+        eval__num_tasks=3,
+        eval__env_kwargs={"b": {"prompt": "!"}},
+    )
+    assert main(["--config", str(path), "--output", str(tmp_path / "out")]) == 0
+    figures = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert figures["reward"] == pytest.approx((2 * figures["a/reward"] + figures["b/reward"]) / 3)
+    groups = map(json.loads, (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines())
+    said = [(g["env"], g["trajectories"][0]["messages"][0]["content"]) for g in groups]
+    assert said == [("a", "go"), ("b", "!"), ("a", "go")]
+    captured = capsys.readouterr()
+    assert "a: needs nothing" in captured.err
+    assert "tests.runs:Needy + tests.runs:Tiny" in captured.out.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -97,6 +118,7 @@ def test_a_config_file_is_not_needed(tmp_path, model):
         ("rollout.engine=sglang", "write rollout.engine=local"),
         ("eval.num_tasks=9", "8 tasks, fewer than eval.num_tasks=9"),
         ("env.id=tests.runs:Tyni", "has no 'Tyni'"),
+        ("env.id=tests.runs:Needy?lacks=engine", "there is no engine; install it"),
         ("env.kwargs.colour=red", "TypeError"),
         ("env.reward_funcs=[tests.runs:lenght]", "has no function 'lenght'"),
         ("model.name_or_path=/no/such/folder", "/no/such/folder"),
