@@ -23,7 +23,7 @@ from rollout.engines.sglang import SGLangEngine
 from rollout.launch import context_length
 from rollout.manager import RolloutManager
 from rollout.server import Fleet, make_fleet
-from rollout.setups import eval_draws, make_setups, open_envs, train_tasks
+from rollout.setups import eval_draws, load_rubrics, make_setups, open_envs, train_tasks
 from train.display import EpisodeCount
 from train.learner import Learner
 from train.model import load_model
@@ -122,12 +122,12 @@ def make_rollouts(
     with unfit():
         tasks = train_tasks(config, envs)
         draws = eval_draws(config, open_envs(config.eval_envs)) if config.eval.num_tasks else []
-        setups = make_setups(config, renderers)
+        rubrics = load_rubrics(config)
     engine = make_engine(config, learner, make_servers(config, learner, folder), folder)
     try:
         return RolloutManager(
             engine=engine,
-            envs=setups,
+            envs=make_setups(config, renderers, rubrics),
             config=config.rollout,
             tasks=tasks,
             eval_config=config.eval,

@@ -35,7 +35,14 @@ from agentrl.summary import summarize
 from agentrl.trajectory import TrajectoryGroup, write_groups
 from rollout.engines.local_load import load_engine
 from rollout.manager import RolloutError, RolloutManager
-from rollout.setups import eval_draws, make_renderers, make_setups, open_envs, preflight
+from rollout.setups import (
+    eval_draws,
+    load_rubrics,
+    make_renderers,
+    make_setups,
+    open_envs,
+    preflight,
+)
 from rollout.tasks import TaskStream
 
 
@@ -98,12 +105,12 @@ def play(config: RunConfig) -> list[TrajectoryGroup]:
     console = Console(stderr=True)
     for line in preflight(envs, config.rollout.env_timeout_s):
         console.print(line, soft_wrap=True, markup=False)
-    engine, tokenizer = load_engine(config.model.name_or_path, config.rollout)
-    renderers = make_renderers(config, envs, tokenizer)
     try:
-        draws, setups = eval_draws(config, envs), make_setups(config, renderers)
+        draws, rubrics = eval_draws(config, envs), load_rubrics(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    engine, tokenizer = load_engine(config.model.name_or_path, config.rollout)
+    renderers = make_renderers(config, envs, tokenizer)
     console.print(f"engine: local (rollout.engine={config.rollout.engine})")
     for line in dict.fromkeys(renderer.probe() for renderer in renderers.values()):
         console.print(line)
@@ -113,7 +120,7 @@ def play(config: RunConfig) -> list[TrajectoryGroup]:
         )
         with RolloutManager(
             engine=engine,
-            envs=setups,
+            envs=make_setups(config, renderers, rubrics),
             config=config.rollout.model_copy(update={"prompts_per_step": 1, "oversampling": 1.0}),
             tasks=TaskStream(None, 0),  # never drawn from
             eval_config=config.eval,

@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.config import EnvConfig, RunConfig
 from agentrl.env import EnvNotFound, make_env, open_env, tasks_of
 from agentrl.renderer import Renderer
-from agentrl.rubric import load_rewards
+from agentrl.rubric import Rubric, load_rewards
 from agentrl.threads import FOREIGN_ERRORS, run_in_thread
 from rollout.mix import TaskMix
 from rollout.stage import EnvSetup
@@ -68,18 +68,30 @@ def make_renderers(
     }
 
 
-def make_setups(config: RunConfig, renderers: Mapping[str, Renderer]) -> dict[str, EnvSetup]:
-    """
+def load_rubrics(config: RunConfig) -> dict[str, Rubric | None]:
+    """The rewards of each env beside its own.
+
     Raises:
-        ValueError: a reward function that there is not.
+        ValueError: as `agentrl.rubric.load_rewards` does.
     """
+    return {
+        name: load_rewards(env.reward_funcs, env.reward_weights)
+        for name, env in config.envs.items()
+    }
+
+
+def make_setups(
+    config: RunConfig,
+    renderers: Mapping[str, Renderer],
+    rubrics: Mapping[str, Rubric | None],
+) -> dict[str, EnvSetup]:
     held_out_envs = config.eval_envs
     return {
         name: EnvSetup(
             make_env=partial(make_env, env.id, **env.kwargs),
             eval_make_env=partial(make_env, env.id, **held_out_envs[name].kwargs),
             renderer=renderers[name],
-            rubric=load_rewards(env.reward_funcs, env.reward_weights),
+            rubric=rubrics[name],
         )
         for name, env in config.envs.items()
     }
