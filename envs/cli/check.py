@@ -25,7 +25,7 @@ from agentrl.env import (
 )
 from agentrl.threads import run_in_thread
 from agentrl.types import Action, Message, Task
-from envs.cli.check_tokens import check_tokens
+from envs.cli.check_tokens import check_tokens, load_tokenizer
 from envs.cli.check_tools import check_tools, example_turn
 from envs.cli.game import Game
 
@@ -76,8 +76,9 @@ async def check(name: str, tokenizer: str | None, tool_format: str, instances: i
 
     Raises:
         EnvNotFound: there is no such env, or it lacks what it needs.
-        RendererError: there is no such tokenizer, or it has no fit template.
+        RendererError: there is no such tokenizer.
     """
+    loaded = await run_in_thread(load_tokenizer, tokenizer) if tokenizer else None
     env = open_env(name, {})
     rows = tasks_of(env, "train")
     if rows is not None and not rows:
@@ -110,14 +111,14 @@ async def check(name: str, tokenizer: str | None, tool_format: str, instances: i
     await _gold(subject, checks)
     with checks.check("at once") as say:
         say(await _at_once(subject, instances))
-    if tokenizer:
+    if loaded is not None:
         with checks.check("tokens") as say:
             scripted = [*(_turns(subject.env, subject.tasks[0]) or [Action("No.")])]
             if tools and tool_format != "none":
                 scripted.insert(0, example_turn(tools[0]))
             schemas = [tool.schema for tool in tools]
             say(await check_tokens(
-                subject.game, subject.tasks[0], scripted, tokenizer, tool_format, schemas,
+                subject.game, subject.tasks[0], scripted, loaded, tool_format, schemas,
                 CheckFailed,
             ))  # fmt: skip
     else:

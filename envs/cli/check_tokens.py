@@ -14,7 +14,7 @@ async def check_tokens(
     make: Callable[[], Game],
     task: Task | None,
     turns: Sequence[Action],
-    tokenizer: str,
+    tokenizer: Any,
     tool_format: str,
     schemas: Sequence[dict[str, Any]],
     failed: type[Exception],
@@ -23,11 +23,9 @@ async def check_tokens(
 
     Raises:
         failed: they do not.
-        RendererError: there is no such tokenizer.
     """
-    loaded = _load(tokenizer)
     try:
-        renderer = Renderer(loaded, tool_format=tool_format, tools=schemas)
+        renderer = Renderer(tokenizer, tool_format=tool_format, tools=schemas)
         return "; ".join([await _play(make(), task, turns, renderer, failed), renderer.probe()])
     except RendererError as error:
         raise failed(str(error)) from error
@@ -65,6 +63,10 @@ async def _play(
                     f"{[call.name for call in scripted.tool_calls]} was read as {read.attempts}"
                 )
             new = await game.act(read)
+            if any(message.role == "assistant" for message in new):
+                raise failed(
+                    "step speaks as the assistant: what the policy says, it samples itself"
+                )
             if game.over:
                 break
             history = tape.messages[: len(tape.messages) - len(new)]
@@ -83,10 +85,11 @@ async def _play(
     return f"{len(tape)} tokens, of which {len(trained)} sampled ones are trained"
 
 
-def _load(tokenizer: str) -> Any:
+def load_tokenizer(name: str) -> Any:
+    """From a folder or the hub. Raises RendererError where there is none."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(tokenizer)
+        return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise RendererError(f"there is no tokenizer {tokenizer!r}: {error}") from error
+        raise RendererError(f"there is no tokenizer {name!r}: {error}") from error

@@ -81,26 +81,26 @@ def _hostile(schema: dict[str, Any], index: int) -> Any:
 
 async def _call(tool: Tool, arguments: dict[str, Any], failed: type[Exception]) -> None:
     shown = f"{tool.name}({str(arguments)[:80]})"
-    stalls = [0.0]
+    stalls: list[float] = []
     watch = asyncio.create_task(_watch(stalls))
+    await asyncio.sleep(0)  # so that it watches already
+    work = asyncio.ensure_future(tool(arguments))
     limit_s = tool.timeout_s + GRACE_S
-    began = time.monotonic()
-    try:
-        result = await asyncio.wait_for(tool(arguments), limit_s)
-    except TimeoutError as error:
+    await asyncio.wait({work}, timeout=limit_s)
+    await asyncio.sleep(0.02)  # so that it has seen the end
+    watch.cancel()
+    if not work.done():
+        work.cancel()
         raise failed(
             f"{shown} took more than {limit_s:g} s, its deadline is {tool.timeout_s:g} s: let "
             "CancelledError rise"
-        ) from error
-    except Exception as error:
+        )
+    if error := work.exception():
         raise failed(
             f"{shown} raised {type(error).__name__}: {error}; a tool answers in words, what it "
             "raises says that it is out of order"
         ) from error
-    finally:
-        # A loop that stood still has not let the watch run yet.
-        stalls.append(0.0 if len(stalls) > 1 else time.monotonic() - began)
-        watch.cancel()
+    result = work.result()
     if not isinstance(result, ToolResult):
         raise failed(f"{shown} gave {type(result).__name__}, not a ToolResult")
     if max(stalls) > MAX_STALL_S:

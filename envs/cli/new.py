@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,7 +86,7 @@ def write_env(name: str) -> None:
         EnvNotFound: not a name for a module, one that is taken, or files that are there already.
     """
     files = Path(f"{name}.py"), Path(f"test_{name}.py")
-    if not (name.isidentifier() and name.islower()):
+    if not (name.isidentifier() and name.islower()) or keyword.iskeyword(name):
         raise EnvNotFound(f"{name!r} is no name for an env: write it like my_env")
     for file in files:
         if file.exists():
