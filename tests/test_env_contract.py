@@ -1,4 +1,7 @@
-"""What an env owes: gymnasium's checker, a name, a seed that fixes it, and nothing left behind."""
+"""What an env owes: gymnasium's checker, a name, a seed that fixes it, and nothing left behind.
+
+`python -m envs check` looks for all of it, and here at every env of this project.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,18 @@ from typing import Any
 import gymnasium
 import numpy
 import pytest
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.utils.env_checker import check_env
 
 from agentrl.env import Blocking, EnvNotFound, TextEnv, make_env
 from agentrl.types import Message, Task
+from envs.__main__ import main
+from envs.sandboxed import SandboxedEnv
+from tests.sandboxes import require_level
+from tools.sandbox.protocol import SandboxConfig
+
+OURS = sorted(id for id in gymnasium.registry if id.startswith("agentrl/"))
+OTHERS = ["gym:CliffWalking-v1", "rg:basic_arithmetic?size=40", "ta:GuessTheNumber-v0"]
 
 TASK = Task(
     id="t", prompt=(Message(role="user", content="2+3?"),), answer="5", info={"kind": "word"}
@@ -56,6 +67,27 @@ def test_gymnasiums_checker_passes(make: Any):
             "ignore", message=".*(different from the unwrapped|not within|spec|Casting).*"
         )
         check_env(Blocking(make()), skip_render_check=True)
+
+
+@pytest.mark.parametrize("name", [*OURS, *OTHERS])
+def test_every_env_passes_every_check(
+    name: str, gsm8k_file: str, assets: Path, capsys: pytest.CaptureFixture[str]
+):
+    kwargs = [f"path={gsm8k_file}"] if "GSM8K" in name else []
+    if name in OURS and is_sandboxed(name):
+        require_level(SandboxConfig(level="bubblewrap"))
+        kwargs.append("sandbox={level: bubblewrap}")
+    named = f"{name}?{'&'.join(kwargs)}" if kwargs else name
+    tokenizer = str(assets / "tokenizers" / "smollm2")
+    passed = main(["check", named, "--instances", "4", "--tokenizer", tokenizer])
+    assert passed == 0, capsys.readouterr().out
+
+
+def is_sandboxed(id: str) -> bool:
+    entry_point = gymnasium.registry[id].entry_point
+    assert isinstance(entry_point, str)
+    creator = load_env_creator(entry_point)
+    return isinstance(creator, type) and issubclass(creator, SandboxedEnv)
 
 
 def test_gymnasium_makes_the_registered_envs():
