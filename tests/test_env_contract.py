@@ -118,6 +118,22 @@ def test_no_global_random_state_is_read_or_moved(make: Any):
     assert first_observation(make, 5) == expected
 
 
+class Looped(TextEnv):
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.loop = asyncio.get_running_loop()
+        return "Go on.", {}
+
+    async def step(self, action: str) -> Any:
+        same = self.loop is asyncio.get_running_loop() and self.loop.is_running()
+        return "", float(same), True, False, {}
+
+
+def test_blocking_calls_share_one_event_loop_so_that_what_lives_on_it_lives_on():
+    env = Blocking(Looped())
+    env.reset(seed=0)
+    assert env.step("")[1] == 1.0
+
+
 def test_close_may_be_called_twice(make: Any):
     env = Blocking(make())
     env.reset(seed=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ MAX_TURNS = 50
 PATIENCE_S = 120.0
 """For all instances together."""
 # What gymnasium says of spaces and specs that are as they should be here.
-FINE = ".*(different from the unwrapped|not within|spec|Casting|WARN|deprecat).*"
+FINE = re.compile("different from the unwrapped|not within|spec|Casting|No render|render_modes")
 
 
 class CheckFailed(Exception):
@@ -93,8 +94,8 @@ async def check(name: str, tokenizer: str | None, tool_format: str, instances: i
     if checks.num_failed:
         checks.finish()
         return False
-    with checks.check("gymnasium"):
-        await _gymnasium(subject)
+    with checks.check("gymnasium") as say:
+        say(await _gymnasium(subject))
     with checks.check("seed") as say:
         say(await _seed(subject))
     with checks.check("random"):
@@ -141,18 +142,20 @@ async def _text(subject: Subject, name: str) -> None:
             raise CheckFailed("the first observation is empty: the policy has nothing to read")
 
 
-async def _gymnasium(subject: Subject) -> None:
+async def _gymnasium(subject: Subject) -> str:
     blocking = Measureless(subject.make(), loop=asyncio.get_running_loop())
 
-    def run() -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=FINE)
+    def run() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             check_env(blocking, skip_render_check=True)
+        return [re.sub(r"\x1b\[\d+m", "", str(warning.message)) for warning in caught]
 
     try:
-        await run_in_thread(run)
+        said = await run_in_thread(run)
     except (AssertionError, gymnasium.error.Error) as error:
         raise CheckFailed(f"gymnasium's check_env: {error}") from error
+    return "; ".join(dict.fromkeys(text for text in said if not FINE.search(text)))
 
 
 async def _seed(subject: Subject) -> str:
