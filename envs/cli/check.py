@@ -6,8 +6,7 @@ import asyncio
 import random
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -25,10 +24,11 @@ from agentrl.env import (
     to_messages,
 )
 from agentrl.threads import run_in_thread
-from agentrl.types import Action, Message, Task
+from agentrl.types import Action, Task
 from envs.cli.check_tokens import check_tokens, load_tokenizer
-from envs.cli.check_tools import check_tools, example_turn
+from envs.cli.check_tools import check_tools
 from envs.cli.game import Game
+from envs.cli.subject import CheckFailed, Subject
 
 NUM_SEEDS = 6
 MAX_TURNS = 50
@@ -37,10 +37,6 @@ PATIENCE_S = 120.0
 """For all instances together."""
 # What gymnasium says of spaces and specs that are as they should be here.
 FINE = re.compile("different from the unwrapped|not within|spec|Casting|No render|render_modes")
-
-
-class CheckFailed(Exception):
-    """What is wrong, and what to do."""
 
 
 class Measureless(Blocking):
@@ -53,23 +49,6 @@ class Measureless(Blocking):
     def step(self, action: Any) -> Any:
         *result, info = super().step(action)
         return *result, {key: value for key, value in info.items() if key != "metrics"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """The env under examination."""
-
-    make: Callable[[], Any]
-    env: Any  # one of them, unwrapped
-    tasks: Sequence[Task | None]  # some training tasks, or one None
-
-    def game(self) -> Game:
-        return Game(self.make())
-
-    async def first(self, seed: int) -> list[Message]:
-        """The first observation of a fresh instance."""
-        async with self.game() as game:
-            return await game.begin(self.tasks[seed % len(self.tasks)], seed=seed)
 
 
 async def check(name: str, tokenizer: str | None, tool_format: str, instances: int) -> bool:
@@ -104,9 +83,9 @@ async def check(name: str, tokenizer: str | None, tool_format: str, instances: i
         await _close(subject)
     with checks.check("end") as say:
         say(await _end(subject))
-    if tools := getattr(env, "tools", ()):
+    if subject.tools:
         with checks.check("tools") as say:
-            say(await check_tools(subject.game, subject.tasks[0], CheckFailed))
+            say(await check_tools(subject))
     else:
         checks.skip("tools", f"{type(env).__name__} has none")
     await _gold(subject, checks)
@@ -114,14 +93,7 @@ async def check(name: str, tokenizer: str | None, tool_format: str, instances: i
         say(await _at_once(subject, instances))
     if loaded is not None:
         with checks.check("tokens") as say:
-            scripted = [*(_turns(subject.env, subject.tasks[0]) or [Action("No.")])]
-            if tools and tool_format != "none":
-                scripted.insert(0, example_turn(tools[0]))
-            schemas = [tool.schema for tool in tools]
-            say(await check_tokens(
-                subject.game, subject.tasks[0], scripted, loaded, tool_format, schemas,
-                CheckFailed,
-            ))  # fmt: skip
+            say(await check_tokens(subject, loaded, tool_format))
     else:
         checks.skip("tokens", "say --tokenizer FOLDER_OR_ID to check them")
     checks.finish()
@@ -214,7 +186,7 @@ async def _close(subject: Subject) -> None:
 async def _end(subject: Subject) -> str:
     async with subject.game() as game:
         await game.begin(subject.tasks[0], seed=0)
-        solution = _turns(subject.env, subject.tasks[0]) or []
+        solution = subject.solution(subject.tasks[0])
         nonsense = [Action("No.")] * MAX_TURNS
         for num_turns, action in enumerate([*solution, *nonsense], start=1):
             before = len(game.tape.messages)
@@ -235,17 +207,8 @@ async def _refused(game: Game) -> None:
     raise CheckFailed("step goes on after the end: raise RuntimeError until the next reset")
 
 
-def _turns(env: Any, task: Task | None) -> Sequence[Action] | None:
-    """The gold solution of a task, if there is one."""
-    if task is None:
-        return None
-    if hasattr(env, "gold"):
-        return env.gold(task)
-    return [Action(str(task.answer))] if isinstance(task.answer, str | int | float) else None
-
-
 async def _gold(subject: Subject, checks: Checklist) -> None:
-    solutions = [(task, _turns(subject.env, task)) for task in subject.tasks]
+    solutions = [(task, subject.solution(task)) for task in subject.tasks]
     if not any(turns for _, turns in solutions):
         checks.skip("gold", "there are no solutions: give the env gold(task)")
         return

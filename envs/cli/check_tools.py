@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from agentrl.tool import Tool, ToolResult
-from agentrl.types import Action, Message, ParseError, Task, ToolCall
-from envs.cli.game import Game
+from agentrl.types import Action, Message, ParseError, ToolCall
+from envs.cli.subject import CheckFailed
 
 DEADLINE_S = 2.0
 """Of one call, where the tool's own is longer."""
@@ -28,22 +28,22 @@ HOSTILE = {
 NUM_ROUNDS = max(map(len, HOSTILE.values()))
 
 
-async def check_tools(make: Callable[[], Game], task: Task | None, failed: type[Exception]) -> str:
+async def check_tools(subject: Subject) -> str:
     """What was tried.
 
     Raises:
-        failed: a tool that raises, ignores its deadline, stops the event loop or is not answered.
+        CheckFailed: a tool raises, ignores its deadline, stops the event loop or is not answered.
     """
     num_calls = 0
-    async with make() as game:
-        await game.begin(task, seed=0)
+    async with subject.game() as game:
+        await game.begin(subject.tasks[0], seed=0)
         for tool in game.env.unwrapped.tools:
             tool.timeout_s = min(tool.timeout_s, DEADLINE_S)
             for arguments in _arguments(tool):
-                await _call(tool, arguments, failed)
+                await _call(tool, arguments)
                 num_calls += 1
-    async with make() as game:
-        await game.begin(task, seed=0)
+    async with subject.game() as game:
+        await game.begin(subject.tasks[0], seed=0)
         name = game.env.unwrapped.tools[0].name
         wrong = (
             ToolCall(id="a", name=name, arguments={"no such argument": 1}),
@@ -51,7 +51,7 @@ async def check_tools(make: Callable[[], Game], task: Task | None, failed: type[
             ParseError(id="c", text="{", error="no JSON"),
         )
         answers = await game.act(Action("", attempts=wrong))
-        _require_answers(answers, [attempt.id for attempt in wrong], failed)
+        _require_answers(answers, [attempt.id for attempt in wrong])
     return f"{num_calls} calls of {len(game.env.unwrapped.tools)} tools"
 
 
@@ -79,7 +79,7 @@ def _hostile(schema: dict[str, Any], index: int) -> Any:
     return values[index % len(values)]
 
 
-async def _call(tool: Tool, arguments: dict[str, Any], failed: type[Exception]) -> None:
+async def _call(tool: Tool, arguments: dict[str, Any]) -> None:
     shown = f"{tool.name}({str(arguments)[:80]})"
     stalls: list[float] = []
     watch = asyncio.create_task(_watch(stalls))
@@ -91,20 +91,20 @@ async def _call(tool: Tool, arguments: dict[str, Any], failed: type[Exception]) 
     watch.cancel()
     if not work.done():
         work.cancel()
-        raise failed(
+        raise CheckFailed(
             f"{shown} took more than {limit_s:g} s, its deadline is {tool.timeout_s:g} s: let "
             "CancelledError rise"
         )
     if error := work.exception():
-        raise failed(
+        raise CheckFailed(
             f"{shown} raised {type(error).__name__}: {error}; a tool answers in words, what it "
             "raises says that it is out of order"
         ) from error
     result = work.result()
     if not isinstance(result, ToolResult):
-        raise failed(f"{shown} gave {type(result).__name__}, not a ToolResult")
+        raise CheckFailed(f"{shown} gave {type(result).__name__}, not a ToolResult")
     if max(stalls) > MAX_STALL_S:
-        raise failed(
+        raise CheckFailed(
             f"{shown} held up the event loop for {max(stalls):.1f} s, and with it all episodes: "
             "make it a plain function, which runs in a thread"
         )
@@ -117,9 +117,9 @@ async def _watch(stalls: list[float]) -> None:
         stalls.append(time.monotonic() - before)
 
 
-def _require_answers(answers: list[Message], ids: list[str], failed: type[Exception]) -> None:
+def _require_answers(answers: list[Message], ids: list[str]) -> None:
     answered = [message.tool_call_id for message in answers if message.role == "tool"]
     if answered != ids:
-        raise failed(
+        raise CheckFailed(
             f"calls {ids} were answered as {answered}: every call needs its answer, in order"
         )
