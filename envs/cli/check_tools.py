@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.tool import Tool, ToolResult
 from agentrl.types import Action, Message, ParseError, ToolCall
-from envs.cli.subject import CheckFailed
+from envs.cli.subject import CheckFailed, Subject
 
 DEADLINE_S = 2.0
 """Of one call, where the tool's own is longer."""
