@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.real_server import serving
-from tests.sandboxes import Leased, LoopThread, require_level
+from tests.sandboxes import IMAGE, Leased, LoopThread, require_level
 from tools.sandbox.protocol import SandboxConfig
 
 # A shell that starts `make test` in the background has Ctrl-C ignored, by the tests of it too.
@@ -56,11 +56,16 @@ def sandbox_loop() -> Iterator[LoopThread]:
     loop.close()
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "process"])
+@pytest.fixture(scope="module", params=["docker", "bubblewrap", "process"])
 def sandbox_config(request: pytest.FixtureRequest) -> SandboxConfig:
     """Of each level that walls something off, with limits that tests reach soon."""
     config = SandboxConfig(
-        level=request.param, memory_mb=192, max_processes=48, disk_mb=16, max_output_kb=64
+        level=request.param,
+        image=IMAGE,
+        memory_mb=192,
+        max_processes=48,
+        disk_mb=16,
+        max_output_kb=64,
     )
     require_level(config)
     return config

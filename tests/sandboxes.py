@@ -19,6 +19,9 @@ from tools.sandbox.protocol import ExecResult, SandboxConfig, SandboxUnavailable
 
 T = TypeVar("T")
 
+IMAGE = os.environ.get("AGENTRL_TEST_IMAGE", "agentrl-sandbox:test")
+"""Of the Docker engine, for tests; `make sandbox-image` makes it."""
+
 
 class LoopThread:
     """An event loop in a thread; `close` shuts down what is shared on it."""

@@ -187,7 +187,7 @@ def test_a_worker_that_does_not_answer_is_replaced(
     monkeypatch.setattr("tools.sandbox.client.GRACE_S", 0.3)
     sandbox = Leased(sandbox_loop, sandbox_config)
     try:
-        if sandbox_config.level == "docker":
+        if sandbox_config.level == "docker" and os.geteuid() != 0:
             pytest.skip("its worker is no process that this test may stop")
         sandbox.exec("sleep 6565656 &")
         worker = process_of(["sleep", "6565656"]).parent()

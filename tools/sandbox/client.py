@@ -42,6 +42,17 @@ class Setup:
     env: Mapping[str, str] | None = None  # of each process, beside the worker's own
 
 
+def limits_of_processes(config: SandboxConfig) -> dict[str, int]:
+    """RLIMIT_… of each process, where a cgroup bounds the memory and the number of all."""
+    return {
+        "RLIMIT_CORE": 0,
+        "RLIMIT_NOFILE": 1024,
+        "RLIMIT_FSIZE": config.disk_mb << 20,
+        # A little less than the cgroup's, so that one that asks for more hears of it.
+        "RLIMIT_DATA": (config.memory_mb << 20) * 7 // 8,
+    }
+
+
 class Wall(Protocol):
     """How one sandbox of a level is started and ended; `WorkerSandbox` does the talking."""
 
@@ -49,6 +60,13 @@ class Wall(Protocol):
 
     async def start(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Setup]:
         """Start a worker in a new sandbox; raises SandboxUnavailable, or OSError."""
+        ...
+
+    async def resume(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """New streams to a worker whose own have ended, while it had nothing to do.
+
+        None: it has ended too. Raises SandboxUnavailable where that cannot be known.
+        """
         ...
 
     async def kill(self) -> None:
@@ -81,6 +99,11 @@ class WorkerSandbox:
         self._calls: set[asyncio.Task[Any]] = set()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._closed = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether the streams to its worker have ended."""
+        return self._streams is None or self._streams[0].at_eof()
 
     async def start(self) -> None:
         """Raises SandboxUnavailable."""
@@ -181,6 +204,8 @@ class WorkerSandbox:
         self._check()
         request = request | {"timeout": timeout, "input": bool(data)}
         try:
+            if self.lost:
+                await self._resume()
             async with asyncio.timeout(timeout + GRACE_S):
                 return await self._exchange(request, data)
         except TimeoutError:
@@ -192,6 +217,14 @@ class WorkerSandbox:
                 await self._kill()
                 raise SandboxUnavailable(f"the {self.level} sandbox was lost: {error}") from error
             return await self._replace(verdict, timed_out=False)
+
+    async def _resume(self) -> None:
+        assert self._streams is not None
+        streams = await self._wall.resume()
+        if streams is None:
+            raise EOFError("its worker ended")
+        self._streams[1].close()
+        self._streams = streams
 
     async def _replace(self, cause: str, *, timed_out: bool) -> dict[str, Any]:
         await self._restart()

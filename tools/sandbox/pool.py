@@ -33,6 +33,7 @@ class Pool:
         self._ready: list[WorkerSandbox] = []
         self._leased: set[WorkerSandbox] = set()
         self._starting: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self._next_start = 0.0
         self._closed = False
 
@@ -84,11 +85,16 @@ class Pool:
             self._turns.release()
         self._ready.clear()
         self._leased.clear()
-        await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+        await asyncio.gather(*(sandbox.close() for sandbox in sandboxes), *self._closing)
         await self._backend.close()
 
     def _serve(self) -> None:
         """Hand out what is ready, and start what is missing."""
+        for sandbox in [sandbox for sandbox in self._ready if sandbox.lost]:
+            self._ready.remove(sandbox)
+            closing = asyncio.create_task(sandbox.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
         while self._ready and (waiting := self._first_in_line()):
             sandbox = self._ready.pop()
             self._leased.add(sandbox)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.sandbox.client import BOOT, MAX_LINE, Setup
+from tools.sandbox.client import BOOT, MAX_LINE, Setup, limits_of_processes
 from tools.sandbox.protocol import Level, SandboxConfig, SandboxUnavailable
 
 KILL_S = 10.0
@@ -227,15 +227,11 @@ class SpawnedBackend:
 
     def limits(self, spawner: Spawner) -> dict[str, int]:
         """Of each process: beside a cgroup, or in place of one."""
-        memory = self.config.memory_mb << 20
-        limits = {
-            "RLIMIT_CORE": 0,
-            "RLIMIT_NOFILE": 1024,
-            "RLIMIT_FSIZE": self.config.disk_mb << 20,
-        }
+        limits = limits_of_processes(self.config)
         if spawner.cgroup:
-            # A little less than the cgroup's, so that one that asks for more hears of it.
-            return limits | {"RLIMIT_DATA": memory * 7 // 8}
+            return limits
+        del limits["RLIMIT_DATA"]
+        memory = self.config.memory_mb << 20
         return limits | {"RLIMIT_AS": memory, "RLIMIT_NPROC": self.config.max_processes}
 
 
@@ -269,6 +265,10 @@ class SpawnedWall:
         if where["num_threads"]:  # the limit counts all of this user's, which come and go
             limits["RLIMIT_NPROC"] += where["num_threads"] + SPARE_THREADS
         return reader, writer, Setup(home=home, uid=where["uid"], limits=limits, env=env)
+
+    async def resume(self) -> None:
+        """The stream ends with the worker alone."""
+        return None
 
     async def kill(self) -> None:
         box, self._box = self._box, None
