@@ -49,6 +49,7 @@ class Docker:
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
         self._client: Any = None
+        self._url = ""
         self._calls = asyncio.Semaphore(NUM_CALLS)
         self._options: dict[str, Any] = {}
         self._left: set[str] = set()  # containers to remove once the engine answers again
@@ -116,7 +117,7 @@ class Docker:
             "HTTP/1.1\r\nHost: docker\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
         )
         make = partial(Attached, reader)
-        url = urlsplit(engine_url())
+        url = urlsplit(self._url)
         if url.scheme == "http+unix":
             transport, protocol = await loop.create_unix_connection(make, url.path)
         else:
@@ -134,7 +135,7 @@ class Docker:
 
     def _open(self) -> str:
         """In a thread."""
-        url = engine_url()
+        self._url = url = engine_url()
         with unavailable(f"no Docker engine answers at {address(url)} (DOCKER_HOST says where): "):
             self._client = docker.from_env(timeout=int(CALL_S))
             info, version = self._client.info(), self._client.version()["Version"]
@@ -185,6 +186,7 @@ class Docker:
             stdin_open=True,  # to the one who attaches: with a dead owner the worker ends
             environment=ENV,
             working_dir=HOME,
+            stop_signal="SIGKILL",  # an engine that stops would wait for what heeds no other
             healthcheck={"test": ["NONE"]},
             labels={"agentrl.host": this_host(), "agentrl.config": config.model_dump_json()},
             host_config=host,

@@ -57,7 +57,7 @@ def built(client: Any, path: Path) -> Any:
 
     folder, dockerfile = (path.parent, path.name) if path.is_file() else (path, "Dockerfile")
     try:
-        image, _ = client.images.build(path=str(folder), dockerfile=dockerfile, rm=True)
+        image, _ = client.images.build(path=str(folder), dockerfile=dockerfile, forcerm=True)
     except BuildError as error:
         last = "".join(line.get("stream", "") for line in error.build_log)[-500:].strip()
         raise SandboxUnavailable(
