@@ -8,7 +8,8 @@ import pytest
 
 from agentrl.tool import ToolOutcome, ToolResult
 from tests.sandboxes import Leased, LoopThread
-from tools.python import python_tool
+from tools.python import observation, python_tool
+from tools.sandbox.protocol import ExecResult
 
 
 @pytest.fixture
@@ -63,3 +64,9 @@ def test_an_interpreter_that_is_killed_says_what_is_lost(cell: Any):
 def test_bytes_that_are_no_text_are_replaced(cell: Any):
     """F101."""
     assert cell("import os\nos.write(1, b'\\xff\\xfe\\n');").content.startswith("\ufffd\ufffd\n")
+
+
+def test_a_sandbox_that_had_to_be_started_anew_is_not_said_to_keep_anything():
+    result = ExecResult(exit_code=-9, stdout="", stderr="", lost_state=True, lost_files=True)
+    said = observation(result, 1.0, kept="variables are lost, files are kept").content
+    assert said == "[ended by SIGKILL, as where memory runs out; variables and files are lost]"

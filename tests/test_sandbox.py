@@ -166,7 +166,7 @@ def test_code_that_kills_an_unwalled_worker_loses_its_files_and_is_told(
     try:
         sandbox.write_file("file", "x")
         result = sandbox.python("import os\nos.kill(os.getppid(), 9)")
-        assert (result.exit_code, result.lost_state) == (-9, True)
+        assert (result.exit_code, result.lost_state, result.lost_files) == (-9, True, True)
         assert "started anew, without its files" in result.stderr
         assert sandbox.exec("ls").stdout == ""
         assert sandbox.lease.sandbox.num_restarts == 1

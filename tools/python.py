@@ -37,8 +37,10 @@ def observation(result: ExecResult, timeout_s: float, *, kept: str) -> ToolResul
     """What the model reads of a run: all output so far, then how it ended, where that is not well.
 
     Args:
-        kept: What is left of the state after a time-out or a violent end.
+        kept: What is left of the state after a time-out or a violent end, unless all of it is lost.
     """
+    if result.lost_files:
+        kept = "variables and files are lost"
     texts = [text.rstrip("\n") for text in (result.stdout, result.stderr)]
     outcome = ToolOutcome.OK if result.exit_code == 0 else ToolOutcome.ERROR
     if result.timed_out:

@@ -236,6 +236,7 @@ class WorkerSandbox:
             "err": [base64.b64encode(text).decode(), 0, ""],
             "timed_out": timed_out,
             "lost": True,
+            "lost_files": True,
         }
 
     async def _restart(self) -> None:
@@ -304,6 +305,7 @@ def to_result(reply: dict[str, Any]) -> ExecResult:
         timed_out=reply["timed_out"],
         truncated=reply["out"][1] > 0 or reply["err"][1] > 0,
         lost_state=reply["lost"],
+        lost_files=reply.get("lost_files", False),
     )
 
 

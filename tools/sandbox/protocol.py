@@ -56,7 +56,8 @@ class ExecResult:
     stderr: str
     timed_out: bool = False  # the output so far is there
     truncated: bool = False  # the middle of stdout or stderr was left out; a marker says how much
-    lost_state: bool = False  # the interpreter ended: its variables are gone, files are not
+    lost_state: bool = False  # the interpreter ended: its variables are gone
+    lost_files: bool = False  # the sandbox was started anew: all of its state is gone
 
 
 class Sandbox(Protocol):
