@@ -158,6 +158,7 @@ class KillingEnv(CountEnv):
         return await super().reset(seed=seed, options=options)
 
 
+@pytest.mark.slow
 def test_a_run_survives_the_death_of_its_server(
     kind: Kind, sglang_python: str, tmp_path: Path
 ) -> None:

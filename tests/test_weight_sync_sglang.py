@@ -42,7 +42,9 @@ def probe():
     return AutoTokenizer.from_pretrained(locate_model(SMOLLM2))(TEXT)["input_ids"]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def served(request, sglang_python, tmp_path_factory):
     """The url and the dtype of a server."""
     if request.param == "float32":
