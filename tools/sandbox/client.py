@@ -90,7 +90,7 @@ class WorkerSandbox:
     """
 
     def __init__(self, wall: Wall, config: SandboxConfig) -> None:
-        self.level = wall.level
+        self.level: Level = wall.level
         self.num_restarts = 0
         self._wall = wall
         self._config = config
