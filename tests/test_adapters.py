@@ -109,6 +109,13 @@ def test_the_last_action_of_a_reply_counts(space: spaces.Space[Any], reply: str,
     assert describe_actions(space)
 
 
+@pytest.mark.parametrize(
+    ("reply", "action"), [("STICK", 0), ("\u017ftick", None), ("h\u0131t", None)]
+)
+def test_a_name_in_letters_that_only_look_alike_is_no_action(reply: str, action: int | None):
+    assert read_action(spaces.Discrete(2), reply, ("stick", "hit")) == action
+
+
 def test_hostile_replies_are_read_in_no_time():
     began = time.monotonic()
     assert read_action(spaces.MultiBinary(3), "[" * 100_000) is None
@@ -170,6 +177,14 @@ def test_many_threads_play_the_same_games_and_leave_the_global_random_state_alon
         games = pool.map(game_of, list(range(24)) * 2)
         assert [random.random() for _ in range(100)] == drawn
         assert list(games) == expected * 2
+
+
+def test_a_game_never_puts_the_global_random_state_back(monkeypatch: pytest.MonkeyPatch):
+    """Another thread may have drawn meanwhile, and would draw the same again."""
+    env = make_env("ta:GuessTheNumber-v0")
+    monkeypatch.setattr(random, "setstate", lambda state: pytest.fail("put back"))
+    env.reset(seed=0)
+    env.step("[1]")
 
 
 def test_a_game_says_what_is_new_and_rewards_at_its_end():

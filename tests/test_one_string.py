@@ -127,6 +127,7 @@ def test_a_name_that_leads_nowhere_says_which_are_near(name: str, said: str):
 def test_a_library_that_is_not_installed_is_named_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ):
+    library.cache_clear()  # where another test has loaded it
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(EnvNotFound, match=r"pip install -e '\.\[reasoning-gym\]'"):
         library("rg")

@@ -1,6 +1,7 @@
 """Other libraries' environments as envs over text, each named by a scheme."""
 
 import importlib
+from functools import cache
 from typing import Any
 
 from agentrl.env import EnvNotFound
@@ -23,6 +24,7 @@ EXAMPLES = {
 }
 
 
+@cache  # while it keeps the global random state, no other thread may draw from it
 def library(scheme: str, module: str | None = None) -> Any:
     """The library that the envs of `scheme` come from, or a module of it.
 

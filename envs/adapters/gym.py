@@ -183,10 +183,11 @@ def read_action(space: spaces.Space[Any], text: str, names: tuple[str, ...] = ()
     elif isinstance(space, spaces.Discrete):
         number = r"(?<![\w.])-?\d{1,18}(?!\w|\.\d)"
         named = [rf"(?<!\w){re.escape(name)}(?!\w)" for name in names]
-        found = re.findall("|".join([*named, number]), text, flags=re.I)
+        # Lowered first: re.I would find "stick" in words with other letters that fold to s.
+        found = re.findall("|".join([*named, number]), text.lower())
         if not found:
             return None
-        word = found[-1].lower()
+        word = found[-1]
         action = np.int64(names.index(word) + space.start if word in names else int(word))
     else:
         action = _from_json(space, _last_json(text))
