@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from agentrl.threads import inline
 from agentrl.tool import Tool
 from agentrl.types import Message, Task
 from envs.answers import final_answer, is_correct
-from envs.rows import require_split
+from envs.rows import in_split, require_split
 from envs.sandboxed import SandboxedEnv
 from envs.tool_env import Demonstration, ToolEnv, demonstration
 from envs.word_problems import word_problems
@@ -27,8 +26,6 @@ Kind = Literal["product", "expression", "word"]
 Problem = tuple[str, str, str]  # question, answer, and a key that is equal for equal problems
 
 NUM_TASKS = {"train": 2000, "test": 200}  # per kind
-TEST_SHARE = 0.1  # of all problems there are
-
 
 # Question, expression and answer; the n-th has n operations.
 _SHOWN: dict[Kind, tuple[tuple[str, str, str], ...]] = {
@@ -178,9 +175,7 @@ def _unseen(problems: Iterator[Problem], split: str) -> Iterator[Problem]:
     seen = {"12 34"}  # shown as a demonstration
     for problem in problems:
         key = problem[2]
-        digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
-        in_test = int.from_bytes(digest, "big") < TEST_SHARE * 2**32
-        if key not in seen and in_test == (split == "test"):
+        if key not in seen and in_split(key, split):
             seen.add(key)
             yield problem
 

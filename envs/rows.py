@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SPLITS = ("train", "test")
+TEST_SHARE = 0.1  # of all problems that can be made
 
 
 def require_split(split: str) -> None:
@@ -17,10 +18,10 @@ def require_split(split: str) -> None:
         raise ValueError(f"there is no split {split!r}; there are {', '.join(SPLITS)}")
 
 
-def in_split(key: str, split: str, *, test_share: float = 0.1) -> bool:
+def in_split(key: str, split: str) -> bool:
     """Whether a made problem belongs to `split`: by a hash of what is asked, for ever the same."""
     digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
-    return (int.from_bytes(digest, "big") < test_share * 2**32) == (split == "test")
+    return (int.from_bytes(digest, "big") < TEST_SHARE * 2**32) == (split == "test")
 
 
 def rows_of_split(path: Path, split: str) -> Iterator[tuple[str, Any]]:
