@@ -89,7 +89,7 @@ class TaskMix:
             "seed": self.seed,
             "position": self.position,
             "envs": {name: stream.state_dict() for name, stream in self._streams.items()},
-            "success": self._success,
+            "success": dict(self._success),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

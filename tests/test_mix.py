@@ -88,6 +88,15 @@ def test_a_resumed_mix_equals_the_uninterrupted_one(seed, consumed, learned):
     assert take(resumed, 30) == take(whole, 30)
 
 
+def test_the_state_of_a_mix_does_not_change_with_what_it_learns_later():
+    mix = mix_of(0, CurriculumConfig())
+    mix.learn([group("a", 1.0)])
+    state = mix.state_dict()
+    before = json.dumps(state)
+    mix.learn([group("a", 0.0), group("b", 1.0)])
+    assert json.dumps(state) == before
+
+
 def test_a_draw_is_drawn_again_by_its_ticket_whatever_the_weights_are_by_then():
     mix = mix_of(3, CurriculumConfig())
     draws = take(mix, 25)
