@@ -127,8 +127,10 @@ def run(config: RunConfig, *, resume: bool) -> None:
     if resume and checkpoint is None:
         raise ConfigError(f"output_dir={folder} holds no complete checkpoint to resume from")
     engine = choose_engine(config)
-    for line in preflight(envs, config.rollout.env_timeout_s):
-        print(line)
+    lines = preflight(envs, config.rollout.env_timeout_s)
+    if config.eval.num_tasks and config.eval.env_kwargs:
+        lines += preflight(open_envs(config.eval_envs), config.rollout.env_timeout_s)
+    print(*dict.fromkeys(lines), sep="\n", end="\n" * bool(lines))
     limits = time_limits(config, engine, tool_limits(envs))
     print("time limits: " + ", ".join(f"{name} {seconds:g} s" for name, seconds, _ in limits))
     title = describe(config, engine)

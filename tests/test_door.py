@@ -608,6 +608,12 @@ def test_bad_input_is_refused_with_what_to_do(tmp_path, model, capsys, monkeypat
     assert not list((tmp_path / "run").glob("*"))
 
 
+def test_held_out_envs_are_looked_at_before_the_run_too(tmp_path, model, capsys):
+    config = write_config(tmp_path, model)
+    lacking = ["env.id=tests.runs:Needy", "eval.env_kwargs.lacks=engine"]
+    assert "there is no engine; install it" in refused(capsys, config, *lacking)
+
+
 def test_a_tool_that_may_outlast_its_env_call_is_refused(tmp_path, model, capsys):
     """F025: all time limits are in one line, and the inner one must be the shorter."""
     (tmp_path / "slow.py").write_text(
