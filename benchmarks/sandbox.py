@@ -2,7 +2,7 @@
 
     python benchmarks/sandbox.py [--levels docker bubblewrap process] [--image IMAGE]
 
-Pure compute is the same work in as many sandboxes of the level as there are cores, in one call each.
+Pure compute is the same work in as many sandboxes of the level as there are cores, in one call
 each; others that use the machine make the many look better than they are.
 """
 

@@ -109,13 +109,15 @@ class Engine:
         self._process.wait()
         psutil.wait_procs(children, timeout=5)  # its containerd ends with it
 
-    def stop(self) -> None:
-        assert self._process is not None
-        for container in self.client.containers.list(all=True):
-            container.remove(force=True)
+    def remove(self) -> None:
+        """The engine, which has no containers any more, and its files."""
         self.client.close()
-        self._process.terminate()
-        self._process.wait()
+        self.kill()
+        mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        for path in mounts:
+            if path.startswith(f"{self.folder}/"):
+                subprocess.run(["umount", "--lazy", path], check=True)
+        shutil.rmtree(self.folder)
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +127,14 @@ def own_engine(client: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     # A short path: names of sockets may have 108 bytes.
     folder = tmp_path_factory.mktemp("d")
     engine = Engine(folder)
+    engine.start()
     try:
-        engine.start()
         with subprocess.Popen(["docker", "save", IMAGE], stdout=subprocess.PIPE) as save:
             load = ["docker", "--host", engine.url, "load"]
             subprocess.run(load, stdin=save.stdout, check=True, capture_output=True)
         yield engine
-        engine.stop()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        engine.remove()
 
 
 @pytest.fixture
@@ -193,6 +194,37 @@ def test_sandboxes_that_end_with_their_engine_are_faults_and_are_replaced(engine
 
     play(main)
     assert engine.client.containers.list(all=True) == []
+
+
+def test_an_engine_may_be_reached_by_tcp(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+    if not Path(path).is_socket():
+        pytest.skip("the engine is not at a local socket, to put a port before it")
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+        writer.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        engine_reader, engine_writer = await asyncio.open_unix_connection(path)
+        await asyncio.gather(pump(reader, engine_writer), pump(engine_reader, writer))
+
+    async def main() -> None:
+        server = await asyncio.start_server(forward, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{port}")
+            backend = Docker(config(memory_mb=136))
+            await backend.open()
+            sandbox = WorkerSandbox(backend.wall(), backend.config)
+            await sandbox.start()
+            assert (await sandbox.python("'x' * 3")).stdout == "'xxx'\n"
+            await sandbox.close()
+            await backend.close()
+
+    play(main)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "a dead socket"])
