@@ -12,7 +12,7 @@ from agentrl.tool import Tool
 from agentrl.types import Message, Task
 from envs.answers import read_answer
 from envs.arithmetic import called_tool, correct
-from envs.rows import require_split, rows_of_split
+from envs.rows import require_split, rows_of_split, tasks_of_rows
 from envs.sandboxed import SandboxedEnv
 from envs.tool_env import ToolEnv, demonstration
 from tools.calculator import calc
@@ -97,10 +97,7 @@ class GSM8KPython(SandboxedEnv):
 @cache
 def _tasks(path: str | None, split: str) -> tuple[Task, ...]:
     rows = _rows_of_hub(split) if path is None else rows_of_split(Path(path), split)
-    return tuple(
-        _task(row, id=f"gsm8k-{split}-{index}", where=where)
-        for index, (where, row) in enumerate(rows)
-    )
+    return tasks_of_rows(rows, f"gsm8k-{split}", _task)
 
 
 def _rows_of_hub(split: str) -> Iterable[tuple[str, Any]]:

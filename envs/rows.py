@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from agentrl.types import Task
 
 SPLITS = ("train", "test")
 TEST_SHARE = 0.1  # of all problems that can be made
@@ -45,3 +47,12 @@ def rows_of_split(path: Path, split: str) -> Iterator[tuple[str, Any]]:
                 yield where, json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{where}: no JSON: {error}") from error
+
+
+def tasks_of_rows(
+    rows: Iterable[tuple[str, Any]], name: str, to_task: Callable[..., Task]
+) -> tuple[Task, ...]:
+    """Each row as `to_task(row, id=…, where=…)` reads it; ids are `name`-0, `name`-1, …"""
+    return tuple(
+        to_task(row, id=f"{name}-{index}", where=where) for index, (where, row) in enumerate(rows)
+    )

@@ -15,7 +15,7 @@ from envs.answers import is_same, stated_answer
 from envs.arithmetic import called_tool
 from envs.gold import calling
 from envs.made_world import World, documents, make_world, questions
-from envs.rows import in_split, require_split, rows_of_split
+from envs.rows import in_split, require_split, rows_of_split, tasks_of_rows
 from envs.tool_env import ToolEnv, demonstration
 from tools.search import Corpus
 
@@ -140,10 +140,7 @@ def _made_tasks(split: str) -> tuple[Task, ...]:
 
 @cache
 def _tasks_of_file(path: str, split: str) -> tuple[Task, ...]:
-    return tuple(
-        _task(row, id=f"search-{split}-{index}", where=where)
-        for index, (where, row) in enumerate(rows_of_split(Path(path), split))
-    )
+    return tasks_of_rows(rows_of_split(Path(path), split), f"search-{split}", _task)
 
 
 def _task(row: Any, *, id: str, where: str) -> Task:

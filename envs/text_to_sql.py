@@ -17,7 +17,7 @@ from envs.answers import final_answer
 from envs.arithmetic import called_tool
 from envs.gold import calling
 from envs.music_store import music_store_file
-from envs.rows import in_split, require_split, rows_of_split
+from envs.rows import in_split, require_split, rows_of_split, tasks_of_rows
 from envs.sql_questions import questions
 from envs.tool_env import ToolEnv, demonstration
 from tools.sql import QueryError, Rows, describe_schema, run_query, sql_tool
@@ -165,10 +165,7 @@ def _made_tasks(split: str) -> tuple[Task, ...]:
 
 @cache
 def _tasks_of_file(path: str, split: str) -> tuple[Task, ...]:
-    return tuple(
-        _task(row, id=f"sql-{split}-{index}", where=where)
-        for index, (where, row) in enumerate(rows_of_split(Path(path), split))
-    )
+    return tasks_of_rows(rows_of_split(Path(path), split), f"sql-{split}", _task)
 
 
 def _task(row: Any, *, id: str, where: str) -> Task:
