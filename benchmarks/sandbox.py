@@ -29,7 +29,7 @@ MAX_OVER_IN_PROCESS_MS = {"docker": 3.0, "bubblewrap": 10.0}
 MAX_OVER_COMPUTE, MAX_START_S = 1.3, 8.0
 CALL = "x = 20\nx * 2 + 2"
 WORK = "sum(i * i for i in range({num_steps}))"
-CALL_S = 0.05  # of compute in each call of a trajectory
+CALL_S = 0.1  # of compute in each call of a trajectory
 
 
 async def lease(config: SandboxConfig, number: int) -> list[Lease]:

@@ -182,6 +182,7 @@ class Docker:
             command=[],
             entrypoint=["python3", "-I", "-c", BOOT],
             hostname="sandbox",
+            network_disabled=True,  # "none" is a network too, set up by a process per start
             user=f"{UID}:{UID}",
             stdin_open=True,  # to the one who attaches: with a dead owner the worker ends
             environment=ENV,
