@@ -11,11 +11,13 @@ import contextlib
 import contextvars
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 FOREIGN_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
 """What code of envs, tools and rewards may raise; the last two would end the event loop itself."""
@@ -109,6 +111,12 @@ async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None
         if deadline.expired():
             raise DeadlineExceeded(_late(function, timeout_s)) from None
         raise
+
+
+def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run `coroutine` on a loop of a thread of its own and wait: this one may be running a loop."""
+    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-apart") as apart:
+        return apart.submit(asyncio.run, coroutine).result()
 
 
 def name_of(function: Callable[..., Any]) -> str:

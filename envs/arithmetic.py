@@ -71,6 +71,7 @@ class Arithmetic(ToolEnv):
 
     system_prompt = "Use the calculator calc, then give the answer."
     tools = (calc,)
+    shown_call = ("calc", "expression")  # tool and argument in the demonstrations
     rubric = Rubric([correct, correct_by_kind, called_tool], weights=[1.0, 0.0, 0.0])
 
     def __init__(
@@ -87,7 +88,7 @@ class Arithmetic(ToolEnv):
             max_operations: In an expression or word problem, 1 to 3.
             limits: As `ToolEnv` takes them.
         """
-        self.demonstrations = _demonstrations(kinds, max_operations, "calc", "expression")
+        self.demonstrations = _demonstrations(kinds, max_operations, *self.shown_call)
         self.kinds = tuple(kinds)
         self.max_operations = max_operations
         super().__init__(**limits)
@@ -97,35 +98,14 @@ class Arithmetic(ToolEnv):
         return _tasks(split, self.kinds, self.max_operations)
 
 
-class ArithmeticPython(SandboxedEnv):
+class ArithmeticPython(SandboxedEnv, Arithmetic):
     """The problems and rewards of `Arithmetic`, solved with Python in a sandbox."""
 
     system_prompt = "Use the tool python, then give the answer."
-    rubric = Arithmetic.rubric
-
-    def __init__(
-        self,
-        *,
-        kinds: Sequence[Kind] = ("product", "word"),
-        max_operations: int = 2,
-        **limits: Any,
-    ) -> None:
-        """
-        Args:
-            kinds: As `Arithmetic` takes them.
-            max_operations: As `Arithmetic` takes it.
-            limits: As `SandboxedEnv` takes them.
-        """
-        self.demonstrations = _demonstrations(kinds, max_operations, "python", "code")
-        self.kinds = tuple(kinds)
-        self.max_operations = max_operations
-        super().__init__(**limits)
+    shown_call = ("python", "code")
 
     def make_tools(self, lease: Lease) -> Sequence[Tool]:
         return [python_tool(lease, timeout_s=2.0)]
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        return _tasks(split, self.kinds, self.max_operations)
 
 
 def _demonstrations(

@@ -63,7 +63,7 @@ class GSM8K(ToolEnv):
         return _tasks(self.path, split)
 
 
-class GSM8KPython(SandboxedEnv):
+class GSM8KPython(SandboxedEnv, GSM8K):
     """The problems and rewards of `GSM8K`, solved with Python in a sandbox."""
 
     system_prompt = "Solve the problem step by step with the tool python. End with: #### answer"
@@ -74,24 +74,9 @@ class GSM8KPython(SandboxedEnv):
             "The baker has 73 rolls left.\n#### 73",
         ),
     )
-    rubric = Rubric([correct, called_tool], weights=[1.0, 0.0])
-
-    def __init__(self, *, path: str | None = None, **limits: Any) -> None:
-        """
-        Args:
-            path: As `GSM8K` takes it.
-            limits: As `SandboxedEnv` takes them.
-        """
-        super().__init__(**limits)
-        self.path = path
 
     def make_tools(self, lease: Lease) -> Sequence[Tool]:
         return [python_tool(lease)]
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        """As those of `GSM8K`."""
-        require_split(split)
-        return _tasks(self.path, split)
 
 
 @cache

@@ -12,7 +12,6 @@ import os
 import shlex
 import sys
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.env import EnvNotFound
+from agentrl.threads import run_apart
 from agentrl.tool import Tool, ToolOutcome, ToolResult, Unavailable, to_text
 
 logger = logging.getLogger("agentrl")
@@ -197,23 +197,12 @@ def _listed(where: str, env: tuple[tuple[str, str], ...]) -> tuple[Any, ...]:
         except TimeoutError:
             raise ConnectionError(f"{where}: no answer within {CONNECT_S:g} s") from None
 
-    outcome: list[Any] = []
-
-    def work() -> None:
-        try:
-            outcome.append(asyncio.run(ask()))
-        except Exception as error:
-            outcome.append(error)
-
-    # A thread of its own, because this one may be running an event loop.
-    thread = threading.Thread(target=work, name="agentrl-mcp-tools")
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], EnvNotFound):
-        raise outcome[0]
-    if isinstance(outcome[0], Exception):
-        raise EnvNotFound(f"no tools from the MCP server {outcome[0]}") from outcome[0]
-    return outcome[0]
+    try:
+        return run_apart(ask())
+    except EnvNotFound:
+        raise
+    except Exception as error:
+        raise EnvNotFound(f"no tools from the MCP server {error}") from error
 
 
 def _cause(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from agentrl.rubric import Rubric
 from agentrl.threads import inline
 from agentrl.types import Action, Message, Task
 from envs.adapters import library
-from envs.rows import require_split, rows_of_split
+from envs.rows import require_split, rows_of_split, tasks_of_rows
 from envs.tool_env import ToolEnv
 from tools.mcp import MCPServer
 
@@ -90,12 +90,11 @@ class MCPEnv(ToolEnv):
 
 @cache
 def _tasks(path: str, split: str) -> tuple[Task, ...]:
-    tasks = []
-    for where, row in rows_of_split(Path(path), split):
-        match row:
-            case {"question": str(question), "answer": str(answer)}:
-                prompt = (Message(role="user", content=question),)
-                tasks.append(Task(id=f"mcp-{split}-{len(tasks)}", prompt=prompt, answer=answer))
-            case _:
-                raise ValueError(f'{where}: a row must be {{"question": text, "answer": text}}')
-    return tuple(tasks)
+    return tasks_of_rows(rows_of_split(Path(path), split), f"mcp-{split}", _task)
+
+
+def _task(row: Any, *, id: str, where: str) -> Task:
+    match row:
+        case {"question": str(question), "answer": str(answer)}:
+            return Task(id=id, prompt=(Message(role="user", content=question),), answer=answer)
+    raise ValueError(f'{where}: a row must be {{"question": text, "answer": text}}')

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Protocol
 
+from agentrl.threads import run_apart
 from tools.sandbox.client import Wall, WorkerSandbox
 from tools.sandbox.protocol import Level, SandboxConfig, SandboxUnavailable
 
@@ -60,21 +60,7 @@ def resolve(config: SandboxConfig) -> tuple[Level, str]:
     """
     with _lock:
         if config not in _resolved:
-            outcome: list[tuple[Level, str] | BaseException] = []
-
-            def work() -> None:
-                try:
-                    outcome.append(asyncio.run(_resolve(config)))
-                except BaseException as error:
-                    outcome.append(error)
-
-            # A thread of its own, because this one may be running an event loop.
-            thread = threading.Thread(target=work, name="agentrl-resolve")
-            thread.start()
-            thread.join()
-            if isinstance(outcome[0], BaseException):
-                raise outcome[0]
-            _resolved[config] = outcome[0]
+            _resolved[config] = run_apart(_resolve(config))
         return _resolved[config]
 
 
