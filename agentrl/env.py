@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from gymnasium import spaces
 
 from agentrl.rubric import Rubric
 from agentrl.shutdown import shut_down
+from agentrl.threads import run_in_thread
 from agentrl.tool import Tool
 from agentrl.types import Message, Task
 
@@ -125,6 +126,17 @@ def to_messages(observation: Observation) -> list[Message]:
     if isinstance(observation, str):
         return [Message(role="user", content=observation)] if observation else []
     return list(observation)
+
+
+async def call_env(env: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of `env`: on the loop where it is async, else in a thread.
+
+    The env itself is asked which it is, because wrappers are plain functions either way.
+    """
+    function = getattr(env, method)
+    if not inspect.iscoroutinefunction(getattr(env.unwrapped, method)):
+        return await run_in_thread(partial(function, *args, **kwargs))
+    return await function(*args, **kwargs)
 
 
 _schemes: dict[str, str] = {}

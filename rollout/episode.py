@@ -7,21 +7,19 @@ traceback in the log.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
 import math
 import time
 from dataclasses import replace
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import gymnasium
 
-from agentrl.env import TextEnv, to_messages
+from agentrl.env import TextEnv, call_env, to_messages
 from agentrl.rubric import RewardError, Rubric
-from agentrl.threads import FOREIGN_ERRORS, run_in_thread
+from agentrl.threads import FOREIGN_ERRORS
 from agentrl.trajectory import Trajectory
 from agentrl.types import Action, Message, Sampling, StopReason
 from rollout.guards import Fault, faults, spend, stopped, work
@@ -90,7 +88,7 @@ async def _reset(episode: Episode, stage: Stage) -> dict[str, Any]:
         await _acquire(episode)
         async with work(episode, "reset", "env", stage.env_calls, config.env_timeout_s):
             options = {"task": episode.task}
-            observation, info = await _call(env, "reset", seed=episode.env_seed, options=options)
+            observation, info = await call_env(env, "reset", seed=episode.env_seed, options=options)
         tape.messages += to_messages(observation)
         tape.observe(stage.prompt(tape.messages))
     if len(tape) >= config.max_context_tokens:
@@ -166,7 +164,7 @@ async def _step(
     tape, config, env = episode.tape, stage.config, episode.env
     with faults(StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT):
         async with work(episode, "step", "env", stage.env_calls, config.env_timeout_s):
-            observation, reward, terminated, truncated, info = await _call(env, "step", action)
+            observation, reward, terminated, truncated, info = await call_env(env, "step", action)
         new = to_messages(observation)
         _add_step_reward(tape, reward)
         reason = (
@@ -256,7 +254,7 @@ async def _close(episode: Episode, stage: Stage) -> None:
                 if type(env.unwrapped).close is gymnasium.Env.close:
                     env.close()  # nothing of its own to close: not worth a thread
                 else:
-                    await _call(env, "close")
+                    await call_env(env, "close")
     except FOREIGN_ERRORS:
         tape.metrics["env/close_errors"] = 1.0
         logger.exception("episode %s: closing the env failed", episode.id)
@@ -267,14 +265,3 @@ async def _close(episode: Episode, stage: Stage) -> None:
         except Exception:
             tape.metrics["engine/release_errors"] = 1.0
             logger.exception("episode %s: releasing its session failed", episode.id)
-
-
-async def _call(env: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of `env`: on the loop where it is async, else in a thread.
-
-    The env itself is asked which it is, because wrappers are plain functions either way.
-    """
-    function = getattr(env, method)
-    if not inspect.iscoroutinefunction(getattr(env.unwrapped, method)):
-        return await run_in_thread(partial(function, *args, **kwargs))
-    return await function(*args, **kwargs)

@@ -18,6 +18,7 @@ from agentrl.env import (
     Blocking,
     Conversation,
     EnvNotFound,
+    call_env,
     make_env,
     open_env,
     tasks_of,
@@ -102,7 +103,9 @@ async def check(name: str, tokenizer: str | None, tool_format: str, instances: i
 
 async def _text(subject: Subject, name: str) -> None:
     async with subject.game() as game:
-        observation, info = await game.call("reset", seed=0, options={"task": subject.tasks[0]})
+        observation, info = await call_env(
+            game.env, "reset", seed=0, options={"task": subject.tasks[0]}
+        )
         if observation not in Conversation():
             raise CheckFailed(
                 f"reset gives {type(observation).__name__} as the observation, which is no str, "
@@ -176,7 +179,7 @@ async def _close(subject: Subject) -> None:
     await used.begin(subject.tasks[0], seed=0)
     try:
         for game in (unused, used, used):
-            await game.call("close")
+            await call_env(game.env, "close")
     except Exception as error:
         raise CheckFailed(
             f"close raises {type(error).__name__}: {error}; it must do before reset, and twice"

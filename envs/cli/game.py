@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from functools import partial
 from typing import Any, Self
 
-from agentrl.env import to_messages
+from agentrl.env import call_env, to_messages
 from agentrl.rubric import Rubric
-from agentrl.threads import run_in_thread
 from agentrl.trajectory import Trajectory
 from agentrl.types import Action, Message, Task
 
@@ -34,13 +31,7 @@ class Game:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await self.call("close")
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        function = getattr(self.env, method)
-        if inspect.iscoroutinefunction(getattr(self.env.unwrapped, method)):
-            return await function(*args, **kwargs)
-        return await run_in_thread(partial(function, *args, **kwargs))
+        await call_env(self.env, "close")
 
     async def begin(self, task: Task | None, *, seed: int) -> list[Message]:
         """The first observation; with None the env begins by its seed alone."""
@@ -48,14 +39,14 @@ class Game:
         if hasattr(self.env.unwrapped, "acquire"):
             await self.env.unwrapped.acquire()
         options = {"task": self.task}
-        observation, _ = await self.call("reset", seed=seed, options=options)
+        observation, _ = await call_env(self.env, "reset", seed=seed, options=options)
         self.tape.messages += (said := to_messages(observation))
         return said
 
     async def act(self, action: Action) -> list[Message]:
         """What the env says to one turn of the policy."""
         self.tape.messages.append(action.to_message())
-        observation, reward, terminated, truncated, info = await self.call("step", action)
+        observation, reward, terminated, truncated, info = await call_env(self.env, "step", action)
         self.over = terminated or truncated
         self.metrics = info.get("metrics", {})
         self.stop_reason = str(info.get("stop_reason", ""))
