@@ -208,14 +208,14 @@ def kill_some(pid: int, num_kills: int) -> int:
     killed, end = 0, time.monotonic() + 20
     while killed < num_kills and time.monotonic() < end:
         time.sleep(0.12)
-        helpers = [p for p in descendants(pid) if "spawner.py" in " ".join(p.cmdline())]
-        boxes = [box for helper in helpers for box in helper.children()]
-        if len(boxes) > 2:
-            try:
+        try:
+            helpers = [p for p in descendants(pid) if "spawner.py" in " ".join(p.cmdline())]
+            boxes = [box for helper in helpers for box in helper.children()]
+            if len(boxes) > 2:
                 boxes[len(boxes) // 2].send_signal(signal.SIGKILL)
                 killed += 1
-            except psutil.NoSuchProcess:
-                continue
+        except psutil.NoSuchProcess:  # it ended while it was looked at
+            continue
     return killed
 
 
