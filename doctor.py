@@ -40,10 +40,13 @@ from agentrl.types import Message, Sampling
 from parts import (
     EngineKind,
     choose_engine,
+    make_accelerator,
     make_engine,
     make_learner,
     make_probe,
     make_servers,
+    num_local_ranks,
+    probe_tokens,
 )
 from rollout.engines.local_load import fast_dtype
 from rollout.engines.sglang_server import OLDEST, SGLangServer, open_http, release
@@ -59,6 +62,7 @@ from rollout.launch import (
 )
 from rollout.server import Fleet
 from rollout.setups import make_renderers, preflight
+from train.ranks import Ranks
 from train.weight_sync.transports import choose_transport
 
 NEWEST_KNOWN = (0, 5, 23)  # release of SGLang whose sources were read
@@ -102,7 +106,9 @@ def describe_machine(config: RunConfig, engine: EngineKind, gpus: Gpus) -> Machi
         bf16=precision == "bf16" or (precision == "auto" and bf16),
         memory_gib=gpus.memory_gib if gpus.count else psutil.virtual_memory().total / GIB,
         gpus=indices,
-        servers=assign_gpus(config.sglang, indices, num_learner_gpus=1) if spawns else (),
+        servers=assign_gpus(config.sglang, indices, num_learner_gpus=num_local_ranks())
+        if spawns
+        else (),
         cpu_kv_tokens=CPU_KV_TOKENS,
         weight_sync=choose_transport(config.sglang),
     )
@@ -264,7 +270,7 @@ def _examine_model(
     learner = engine = fleet = None
     renderers: dict[str, Renderer] = {}
     with checklist.check("model") as say:
-        learner, tokenizer = make_learner(config, folder)
+        learner, tokenizer = make_learner(config, make_accelerator(config), Ranks())
         size = sum(p.numel() for p in learner.model.parameters())
         device = learner.accelerator.device
         say(f"{config.model.name_or_path}: {size / 1e9:.3g} billion parameters on {device}")
@@ -290,7 +296,7 @@ def _examine_model(
         checklist.skip("start", "needs the engine")
         return
     renderer = next(iter(renderers.values()))
-    probe = make_probe(config, learner, renderer)
+    probe = make_probe(config, learner, probe_tokens(config, renderer))
     asyncio.run(_examine_engine(checklist, config, engine, fleet, learner, renderer, probe, prompt))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import accelerate
 import torch
+from accelerate.utils import DistributedType
 
 from agentrl.config import ConfigError, RunConfig
 from agentrl.memory import num_concurrent
@@ -27,9 +29,17 @@ from rollout.setups import eval_draws, load_rubrics, make_setups, open_envs, tra
 from train.display import EpisodeCount
 from train.learner import Learner
 from train.model import load_model
+from train.ranks import Ranks
 from train.weight_sync.transports import make_transport
 
 EngineKind = Literal["sglang", "local"]
+
+SOUND_KINDS = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
+)
 
 PROBE = "A farmer's 16 hens lay an egg a day each. How many eggs is that in a week?"
 PROBE_TOKENS = 16  # a CPU that cannot multiply bfloat16 takes 25 ms for each
@@ -52,16 +62,38 @@ def choose_engine(config: RunConfig, num_gpus: int | None = None) -> EngineKind:
     return "sglang" if num_gpus or config.sglang.urls else "local"
 
 
-def make_learner(config: RunConfig, folder: Path) -> tuple[Learner, Any]:
-    """The learner and its tokenizer."""
+def make_accelerator(config: RunConfig) -> accelerate.Accelerator:
+    """Where several processes were launched, this forms their group.
+
+    Raises:
+        ConfigError: the launcher asked for a kind of sharding that the learner does not do.
+    """
     accelerator = accelerate.Accelerator(
-        mixed_precision=mixed_precision(config),
-        log_with=list(config.report_to) or None,
-        project_dir=str(folder),
+        mixed_precision=mixed_precision(config), log_with=list(config.report_to) or None
     )
+    kind = accelerator.distributed_type
+    if kind not in SOUND_KINDS or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
+        raise ConfigError(
+            f"accelerate was launched for {kind.value}: the learner trains in one process, with "
+            "DDP, or with FSDP2 (fsdp_version: 2, see configs/accelerate/)"
+        )
+    return accelerator
+
+
+def num_local_ranks() -> int:
+    """Processes of the learner on this machine; on a GPU each."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def make_learner(
+    config: RunConfig, accelerator: accelerate.Accelerator, ranks: Ranks
+) -> tuple[Learner, Any]:
+    """The learner and its tokenizer."""
     accelerate.utils.set_seed(config.seed)
-    model, tokenizer = load_model(config.model, seed=config.seed)
-    return Learner(model, config, accelerator), tokenizer
+    ranks.lead(lambda: locate_model(config.model.name_or_path))  # fetched once
+    with ranks.together():
+        model, tokenizer = load_model(config.model, config.lora, seed=config.seed)
+    return Learner(model, config, accelerator, ranks), tokenizer
 
 
 def make_servers(config: RunConfig, learner: Learner, folder: Path) -> Fleet | None:
@@ -79,19 +111,21 @@ def make_servers(config: RunConfig, learner: Learner, folder: Path) -> Fleet | N
         max_requests=num_concurrent(config),
         log_folder=folder / "logs",
         gpus=range(torch.cuda.device_count()),
-        num_learner_gpus=learner.accelerator.num_processes,
+        num_learner_gpus=num_local_ranks(),
     )
 
 
 def make_engine(config: RunConfig, learner: Learner, fleet: Fleet | None, folder: Path) -> Engine:
     rollout, model = config.rollout, learner.model
     if fleet is None:
+        # Shards, and weights that adapters are added to, are no model to sample from.
+        whole = not learner.is_sharded and config.lora is None
         return LocalEngine(
-            model,
+            model if whole else load_model(config.model, None, seed=config.seed)[0],
             num_slots=rollout.max_concurrent_generations,
             max_context_tokens=rollout.max_context_tokens,
             dtype=engine_dtype(rollout),
-            share_weights=rollout.max_staleness == 0,
+            share_weights=whole and rollout.max_staleness == 0,
         )
     transport = make_transport(
         config.sglang,
@@ -140,10 +174,14 @@ def make_rollouts(
         raise ConfigError(str(error)) from error
 
 
-def make_probe(config: RunConfig, learner: Learner, renderer: Renderer) -> Probe:
+def probe_tokens(config: RunConfig, renderer: Renderer) -> list[int]:
     """The begin of a chat, no longer than an engine of short contexts can score."""
     ids = renderer.prompt([Message(role="user", content=PROBE)])
-    ids = ids[: max(2, min(PROBE_TOKENS, config.rollout.max_context_tokens // 2))]
+    return ids[: max(2, min(PROBE_TOKENS, config.rollout.max_context_tokens // 2))]
+
+
+def make_probe(config: RunConfig, learner: Learner, ids: list[int]) -> Probe:
+    """What the learner says of these tokens now."""
     return Probe(token_ids=ids, logprobs=learner.logprobs(ids), tolerance=sync_tolerance(config))
 
 

@@ -13,6 +13,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ from typing import Any
 # Threads that spin while they wait keep those that work from their cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import accelerate
 import torch
 import transformers
+from rich.console import Console
 
 from agentrl.config import ConfigError, RunConfig
 from agentrl.config_file import describe_config, dump_config, fresh_folder, load_config
@@ -30,22 +34,33 @@ from agentrl.metrics import MetricsError
 from agentrl.models import ModelError
 from agentrl.plan import describe, require_room, require_time, time_limits, tool_limits
 from agentrl.protocols import EngineError
-from agentrl.renderer import RendererError
+from agentrl.renderer import Renderer, RendererError
 from doctor import Gpus, dry_run, examine
-from parts import choose_engine, make_learner, make_probe, make_rollouts, unfit
+from parts import (
+    choose_engine,
+    make_accelerator,
+    make_learner,
+    make_probe,
+    make_rollouts,
+    num_local_ranks,
+    probe_tokens,
+    unfit,
+)
 from rollout.engines.local_load import use_all_cores
 from rollout.launch import assign_gpus, find_interpreter
-from rollout.manager import RolloutError
+from rollout.manager import RolloutError, RolloutManager
 from rollout.setups import make_renderers, open_envs, preflight
 from train.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
 from train.display import Display, EpisodeCount
 from train.learner import TrainingError
 from train.loop import train
+from train.ranks import RankFailed, Ranks
 from train.record import RunRecord
+from train.shared_rollouts import SharedRollouts
 
 BAD_INPUT = (ConfigError, EnvNotFound, RendererError, ModelError)
 FAILED = (
-    RolloutError, EngineError, TrainingError, CheckpointError, MetricsError, OSError
+    RolloutError, EngineError, TrainingError, CheckpointError, MetricsError, RankFailed, OSError
 )  # fmt: skip
 
 
@@ -80,7 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def complain(text: str, error: BaseException) -> None:
-    print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+    """Once: where all ranks fail alike, rank 0 says so for all of them."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -120,7 +137,78 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(config: RunConfig, *, resume: bool) -> None:
-    envs = sound_envs(config)
+    accelerator = make_accelerator(config)
+    ranks = Ranks()
+    if not ranks.is_main:  # rank 0 is interrupted, and says so
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    with ranks.watched():
+        run_ranks(config, accelerator, ranks, resume=resume)
+
+
+def run_ranks(
+    config: RunConfig, accelerator: accelerate.Accelerator, ranks: Ranks, *, resume: bool
+) -> None:
+    """What every rank does; envs, engine and the run's folder are rank 0's alone."""
+    envs: dict[str, Any] = {}
+
+    def begin() -> tuple[RunConfig, Path | None, list[str]]:
+        envs.update(sound_envs(config))
+        return begin_run(config, envs, resume=resume)
+
+    config, checkpoint, title = ranks.lead(begin)
+    folder = Path(config.output_dir)
+    accelerator.project_configuration.set_directories(str(folder))
+    learner, tokenizer = make_learner(config, accelerator, ranks)
+    renderers: dict[str, Renderer] = {}
+
+    def render() -> list[int]:
+        renderers.update(make_renderers(config, envs, tokenizer))
+        probes = dict.fromkeys(renderer.probe() for renderer in renderers.values())
+        title.extend(f"template {line}" for line in probes)
+        return probe_tokens(config, next(iter(renderers.values())))
+
+    probe_ids = ranks.lead(render)
+    state = load_checkpoint(checkpoint, learner) if checkpoint else None
+    if state:
+        title.append(f"resumed after step {state.step}: {checkpoint}")
+    display = Display(
+        None if ranks.is_main else Console(quiet=True),
+        max_steps=config.max_steps,
+        title="\n".join(title),
+    )
+    own: list[RolloutManager] = []
+
+    def sample() -> None:
+        count = EpisodeCount(config, display)
+        own.append(make_rollouts(config, envs, learner, renderers, folder, count))
+        if state:
+            with unfit():
+                own[0].load_state_dict(state.rollouts)
+
+    with ExitStack() as stack:
+        stack.callback(lambda: [rollouts.close() for rollouts in own])
+        ranks.lead(sample)
+        stack.enter_context(display)
+        accelerator.init_trackers("agentrl")
+        record = RunRecord(folder, config, accelerator, tokenizer, state)
+        rollouts = SharedRollouts(ranks, own[0] if own else None)
+        try:
+            probe = partial(make_probe, config, learner, probe_ids)
+            train(config, learner, rollouts, record, display, state, probe)
+        except BaseException as error:
+            error.add_note(record.how_to_resume())
+            raise
+        finally:
+            accelerator.end_training()
+        if ranks.is_main:
+            display.finish(record.summary())
+
+
+def begin_run(
+    config: RunConfig, envs: Mapping[str, Any], *, resume: bool
+) -> tuple[RunConfig, Path | None, list[str]]:
+    """The config with the folder of this run, the checkpoint it goes on from, and its title."""
     require_servers(config)
     folder = Path(config.output_dir)
     checkpoint = latest_checkpoint(folder / "checkpoints") if resume else None
@@ -139,38 +227,11 @@ def run(config: RunConfig, *, resume: bool) -> None:
         if str(folder) != config.output_dir:
             title.append(f"{config.output_dir} holds a run already; this one lies in {folder}")
             config = config.model_copy(update={"output_dir": str(folder)})
-    learner, tokenizer = make_learner(config, folder)
-    renderers = make_renderers(config, envs, tokenizer)
-    probes = dict.fromkeys(renderer.probe() for renderer in renderers.values())
-    title += [f"template {line}" for line in probes]
-    state = load_checkpoint(checkpoint, learner) if checkpoint else None
-    if state:
-        title.append(f"resumed after step {state.step}: {checkpoint}")
-    display = Display(max_steps=config.max_steps, title="\n".join(title))
-    rollouts = make_rollouts(
-        config, envs, learner, renderers, folder, EpisodeCount(config, display)
-    )
-    accelerator = learner.accelerator
-    with rollouts, display:
-        if state:
-            with unfit():
-                rollouts.load_state_dict(state.rollouts)
-        accelerator.init_trackers("agentrl")
-        record = RunRecord(folder, config, accelerator, tokenizer, state)
-        probe = partial(make_probe, config, learner, next(iter(renderers.values())))
-        try:
-            train(config, learner, rollouts, record, display, state, probe)
-        except BaseException as error:
-            error.add_note(record.how_to_resume())
-            raise
-        finally:
-            accelerator.end_training()
-        display.finish(record.summary())
+    return config, checkpoint, title
 
 
 def sound_envs(config: RunConfig) -> dict[str, Any]:
     """The envs by name, after what can be known to fail before anything is loaded."""
-    require_one_process()
     require_trackers(config)
     require_room(config)
     envs = open_envs(config.envs)
@@ -178,19 +239,12 @@ def sound_envs(config: RunConfig) -> dict[str, Any]:
     return envs
 
 
-def require_one_process() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "one process trains so far: accelerate launch --num_processes 1 --num_machines 1 …"
-        )
-
-
 def require_servers(config: RunConfig) -> None:
     """SGLang is installed, and has GPUs, where this run is to start it."""
     if choose_engine(config) == "sglang" and config.sglang.mode == "spawn":
         find_interpreter(config.sglang.python)
         gpus = range(torch.cuda.device_count())
-        assign_gpus(config.sglang, gpus, num_learner_gpus=1)
+        assign_gpus(config.sglang, gpus, num_learner_gpus=num_local_ranks())
 
 
 def require_trackers(config: RunConfig) -> None:

@@ -6,35 +6,27 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
+from agentrl.config_learner import (
+    TOKEN_ESTIMATORS,
+    AdvantageConfig,
+    LossConfig,
+    OptimConfig,
+)
+from agentrl.config_section import ConfigError as ConfigError
+from agentrl.config_section import Section
+
 METRIC_GROUPS = frozenset(
     {"completions", "correct", "engine", "env", "eval", "mismatch", "mix", "rollout", "sandbox"}
     | {"stop", "sync", "time", "tool", "train"}
 )
 """What metrics are named under already, so that no env of a mix may be."""
-
-
-class ConfigError(ValueError):
-    """A config that cannot be run, with the key and what to write instead."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
 
 
 class ModelConfig(Section):
@@ -46,11 +38,26 @@ class ModelConfig(Section):
     """Leave the token embeddings (and an output head tied to them) as they are."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    torch_compile: bool = False
+    """Compile each layer at its first use, which takes minutes; attention stays as it is."""
     mixed_precision: Annotated[
         Literal["auto", "no", "bf16"],
         BeforeValidator(lambda value: "no" if value is False else value),  # YAML's bare `no`
     ] = "auto"
     """Of the forward pass; weights stay float32. auto: bf16 where the hardware multiplies it."""
+
+
+class LoraConfig(Section):
+    """Train low-rank adapters in place of the weights; the reference is then the adapter off."""
+
+    r: int = Field(default=16, ge=1)
+    """The rank."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapter's product is scaled by alpha / r."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the layers that get adapters, such as q_proj; all-linear: all but the head."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What new weights are handed over as. adapter: the adapter alone, to SGLang servers only."""
 
 
 class EnvConfig(Section):
@@ -218,60 +225,6 @@ class SGLangConfig(Section):
         return self
 
 
-class LossConfig(Section):
-    """The objective. Names follow TRL's GRPOConfig."""
-
-    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
-    """grpo: mean over an episode's tokens, then over episodes. dapo: mean over all tokens.
-    dr_grpo: sum over an episode's tokens / `max_episode_tokens`, then mean over episodes.
-    """
-    scale_rewards: Literal["group", "none"] = "group"
-    """Divide a group's advantages by its standard deviation, or not (Dr. GRPO)."""
-    epsilon: float = Field(default=0.2, gt=0)
-    """The ratio is clipped below at 1 - epsilon."""
-    epsilon_high: float | None = Field(default=None, gt=0)
-    """The ratio is clipped above at 1 + epsilon_high (default: epsilon)."""
-    beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the reference model. 0: no reference is loaded."""
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
-    """k3+: the value of k3 with the gradient of k2."""
-    old_logprobs: Literal["skip", "recompute", "rollout"] = "skip"
-    """skip: the current ones, exact with one update per batch. rollout: the engine's.
-    recompute: the learner's, before the first update.
-    """
-    importance_sampling_cap: float | None = Field(default=2.0, gt=0)
-    """Of the importance weight between learner and engine, per token. null: no weight."""
-    mask_truncated_completions: bool = False
-    """Do not train on episodes that a limit on length or turns cut."""
-    max_mismatch: float = Field(default=1.0, gt=0)
-    """Mean |learner - engine| logprob, in nats per token, over which the run stops."""
-    warn_mismatch: float = Field(default=0.05, gt=0)
-    """Likewise, over which it warns; engine and learner in bfloat16 differ by about 0.04."""
-
-
-class OptimConfig(Section):
-    """AdamW and its schedule, which moves once per optimizer step."""
-
-    learning_rate: float = Field(default=1e-6, gt=0)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up."""
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    adam_epsilon: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this norm."""
-    num_iterations: int = Field(default=1, ge=1)
-    """Times a batch is trained on."""
-    num_minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per pass over a batch; a divisor of `rollout.prompts_per_step`."""
-    micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Tokens per forward pass and rank; changes memory, never the result."""
-    max_bad_steps: int = Field(default=3, ge=1)
-    """Steps in a row with non-finite gradients, each skipped, after which the run stops."""
-
-
 class EvalConfig(Section):
     """Held-out episodes, from the env's `test` split."""
 
@@ -300,12 +253,14 @@ class RunConfig(Section):
     """One run."""
 
     model: ModelConfig
+    lora: LoraConfig | None = None
     env: EnvConfig | None = None
     mix: dict[str, MixedEnvConfig] = Field(default_factory=dict, validate_default=True)
     """In place of `env`, several, under names of your choice."""
     curriculum: CurriculumConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     sglang: SGLangConfig = SGLangConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
@@ -385,5 +340,25 @@ class RunConfig(Section):
                 "loss.old_logprobs=skip is exact for one optimizer step per batch only; with "
                 f"optim.num_minibatches={splits} and "
                 f"optim.num_iterations={self.optim.num_iterations} write recompute or rollout"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _estimator_fits(self) -> Self:
+        advantage, loss = self.advantage, self.loss
+        if loss.kl_in_reward and advantage.estimator not in TOKEN_ESTIMATORS:
+            raise ValueError(
+                f"loss.kl_in_reward=true needs an estimator that sees tokens: advantage.estimator="
+                f"{' or '.join(TOKEN_ESTIMATORS)}, not {advantage.estimator}"
+            )
+        if advantage.estimator == "pass_at_k" and advantage.pass_k > self.rollout.num_generations:
+            raise ValueError(
+                f"advantage.pass_k={advantage.pass_k} is more than "
+                f"rollout.num_generations={self.rollout.num_generations}"
+            )
+        if advantage.overlong_buffer_tokens > self.rollout.max_episode_tokens:
+            raise ValueError(
+                f"advantage.overlong_buffer_tokens={advantage.overlong_buffer_tokens} is more than "
+                f"rollout.max_episode_tokens={self.rollout.max_episode_tokens}"
             )
         return self

@@ -172,6 +172,8 @@ def rooms(config: RunConfig, machine: Machine, shape: ModelShape) -> Iterator[Ro
     if config.loss.beta > 0:
         weights.append(("the reference's weights, float32", num * FP32))
     tokens = config.optim.micro_batch_tokens
+    if tokens == "auto":  # it takes what is left, but no less than the longest episode
+        tokens = config.rollout.max_context_tokens
     training = [
         *weights,
         ("gradients", num * FP32),

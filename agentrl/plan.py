@@ -201,7 +201,7 @@ def describe(config: RunConfig, engine: str) -> list[str]:
 def require_room(config: RunConfig) -> None:
     """The longest episode goes through the learner in one row."""
     rows, episode = config.optim.micro_batch_tokens, config.rollout.max_context_tokens
-    if rows < episode:
+    if rows != "auto" and rows < episode:
         raise ConfigError(
             f"optim.micro_batch_tokens={rows} is less than one episode may have: "
             f"rollout.max_context_tokens={episode}; raise the one or lower the other"

@@ -24,6 +24,7 @@ class Turn:
     start: int
     end: int
     finish_reason: FinishReason
+    reward: float = 0.0  # what the env gave for it
 
 
 class Trajectory:
@@ -157,7 +158,7 @@ class Trajectory:
             "messages": [message.to_dict() for message in self.messages],
             "metrics": self.metrics,
             "timings": self.timings,
-            "turns": [[turn.start, turn.end, turn.finish_reason] for turn in self.turns],
+            "turns": [[t.start, t.end, t.finish_reason, t.reward] for t in self.turns],
             "segment_starts": self.segment_starts,
             "token_ids": self.token_ids,
             "loss_mask": [int(sampled) for sampled in self.loss_mask],

@@ -100,7 +100,7 @@ def packed_gradient(model: LlamaForCausalLM, groups: list[TrajectoryGroup], budg
         {
             "model": {"name_or_path": "benchmark"},
             "env": {"id": "none"},
-            "loss": {"importance_sampling_cap": None, "max_mismatch": 1e9},
+            "loss": {"importance_sampling_mode": "none", "max_mismatch": 1e9},
             "optim": {"micro_batch_tokens": budget, "max_grad_norm": 1e9},
         }
     )

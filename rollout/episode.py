@@ -215,6 +215,7 @@ def _add_step_reward(tape: Trajectory, reward: Any) -> None:
         if not math.isfinite(reward):
             raise RewardError(f"step {len(tape.turns)} of the env gave the reward {reward}")
         tape.rewards["env"] = tape.rewards.get("env", 0.0) + reward
+        tape.turns[-1] = replace(tape.turns[-1], reward=reward)
 
 
 async def _score(episode: Episode, stage: Stage) -> None:

@@ -18,7 +18,7 @@ from agentrl.types import Completion, StopReason, Task
 from train.learner import Learner, TrainingError
 from train.packing import SHARED_BLOCK
 
-LOSS_TYPES = ("grpo", "dr_grpo", "dapo")
+AGGREGATIONS = ("seq_mean_token_mean", "seq_mean_token_sum_norm", "token_mean", "prompt_mean")
 TEMPERATURE = 0.9
 
 pytestmark = [
@@ -49,7 +49,8 @@ def make_learner(model=None, **changes):
         "model": {"name_or_path": "tiny"},
         "env": {"id": "none"},
         "rollout": {"temperature": TEMPERATURE, "max_episode_tokens": 40},
-        "loss": {"max_mismatch": 1e9, "importance_sampling_cap": None},
+        "advantage": {},
+        "loss": {"max_mismatch": 1e9, "importance_sampling_mode": "none"},
         "optim": {"learning_rate": 1e-3, "max_grad_norm": 1e9},
     }
     for name, value in changes.items():
@@ -103,7 +104,7 @@ def gradient(learner, groups):
     return caught
 
 
-def plain_gradient(model, groups, loss_type, max_episode_tokens=40, scale=1.0):
+def plain_gradient(model, groups, aggregation, max_episode_tokens=40, scale=1.0):
     """Every trajectory by itself through the whole model, without this project's code."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("eager")
@@ -122,7 +123,7 @@ def plain_gradient(model, groups, loss_type, max_episode_tokens=40, scale=1.0):
                 "grpo": 1 / (mask.sum() * len(members)),
                 "dapo": 1 / num_tokens,
                 "dr_grpo": 1 / (max_episode_tokens * len(members)),
-            }[loss_type]
+            }[aggregation]
             loss = loss - float(advantage) * weight * (log_p * mask).sum()
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}
@@ -137,36 +138,36 @@ def assert_same(first, second, tolerance=1e-5):
         )
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_shared_prompts_give_the_gradient_of_separate_sequences(loss_type):
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_shared_prompts_give_the_gradient_of_separate_sequences(aggregation):
     """F003, F018, F058, F059, F061: against the plain way."""
     groups = random_groups()
-    learner = make_learner(loss__loss_type=loss_type)
-    expected = plain_gradient(learner.model, groups, loss_type)
+    learner = make_learner(loss__aggregation=aggregation)
+    expected = plain_gradient(learner.model, groups, aggregation)
     assert_same(gradient(learner, groups), expected)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_no_layout_of_a_batch_changes_its_gradient(loss_type):
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_no_layout_of_a_batch_changes_its_gradient(aggregation):
     """F057: micro-batch budgets, and the order of groups and members."""
     groups = random_groups()
-    whole = gradient(make_learner(loss__loss_type=loss_type), groups)
+    whole = gradient(make_learner(loss__aggregation=aggregation), groups)
     for budget in (70, 100, 160):
-        learner = make_learner(loss__loss_type=loss_type, optim__micro_batch_tokens=budget)
+        learner = make_learner(loss__aggregation=aggregation, optim__micro_batch_tokens=budget)
         assert_same(gradient(learner, groups), whole)
     shuffled = [
         TrajectoryGroup(id=g.id, task=g.task, trajectories=g.trajectories[::-1])
         for g in reversed(groups)
     ]
-    assert_same(gradient(make_learner(loss__loss_type=loss_type), shuffled), whole)
+    assert_same(gradient(make_learner(loss__aggregation=aggregation), shuffled), whole)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"loss__loss_type": t} for t in LOSS_TYPES]
+    [{"loss__aggregation": t} for t in AGGREGATIONS]
     + [{"loss__beta": 0.1, "loss__kl_estimator": k} for k in ("k1", "k2", "k3", "k3+")]
     + [
-        {"loss__old_logprobs": o, "loss__importance_sampling_cap": 2.0}
+        {"loss__old_logprobs": o, "loss__importance_sampling_mode": "token_truncate"}
         for o in ("recompute", "rollout")
     ],
 )
@@ -344,7 +345,7 @@ def test_masked_truncated_completions_teach_nothing():
     groups = random_groups()
     for group in groups:
         group.trajectories[0].stop_reason = StopReason.TURN_LENGTH
-    options = {"loss__mask_truncated_completions": True, "loss__scale_rewards": "none"}
+    options = {"loss__mask_truncated_completions": True, "advantage__scale_rewards": "none"}
     first = gradient(make_learner(**options), groups)
     for group in groups:
         group.trajectories[0].reward = -100.0

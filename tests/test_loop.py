@@ -21,10 +21,12 @@ from rollout.tasks import TaskStream, held_out
 from tests.runs import Tiny, save_model, write_config
 from train.checkpoint import latest_checkpoint
 from train.display import Display
+from train.interrupt import uninterrupted
 from train.learner import Learner
-from train.loop import is_due, train, uninterrupted
+from train.loop import is_due, train
 from train.model import load_model
 from train.record import RunRecord
+from train.shared_rollouts import SharedRollouts
 
 pytestmark = pytest.mark.filterwarnings("ignore:learner and engine differ")
 
@@ -73,7 +75,8 @@ class Parts:
 
     def train(self):
         with self.rollouts:
-            args = (self.config, self.learner, self.rollouts, self.record, self.display)
+            rollouts = SharedRollouts(self.learner.ranks, self.rollouts)
+            args = (self.config, self.learner, rollouts, self.record, self.display)
             train(*args, None, self.probe)
 
     def probe(self):

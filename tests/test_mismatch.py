@@ -59,5 +59,5 @@ def test_both_limits_are_the_configs():
 
 
 def test_weights_over_the_cap_are_counted():
-    metrics = update(0.8, loss__importance_sampling_cap=2.0)
+    metrics = update(0.8, loss__importance_sampling_mode="token_truncate")
     assert metrics["mismatch/clip_frac"] == 1, "e^0.8 = 2.23"

@@ -1,60 +1,21 @@
-"""Log probabilities of the trained tokens of a packed row; the only place where tokens shift."""
+"""Log probabilities and entropies from hidden states, without ever holding their logits."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
-
-from train.packing import MicroBatch, PackedAttention
 
 _CHUNK_ELEMENTS = 2**24  # of logits at once: 64 MiB in float32
 
 
-class Policy(nn.Module):
-    """A causal language model that answers a micro-batch with log probabilities.
-
-    A module, so that data parallelism can wrap the whole forward pass, head included.
-    """
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, micro_batch: MicroBatch, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprobs(self.model, micro_batch, temperature)
-
-
-def token_logprobs(
-    model: Any, micro_batch: MicroBatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log probabilities of the trained tokens under softmax(logits / temperature).
-
-    Only the rows that predict a trained token reach the head, a chunk at a time.
-
-    Args:
-        model: a transformers model loaded with `attn_implementation=ATTENTION`.
-
-    Returns:
-        logprobs [N] and entropies [N] in nats, float32; the entropies carry no gradient.
-    """
-    hidden = model.get_decoder()(
-        input_ids=micro_batch.input_ids[None],
-        position_ids=micro_batch.position_ids[None],
-        use_cache=False,
-        attend=PackedAttention(micro_batch.layout, micro_batch.input_ids.device),
-    ).last_hidden_state[0]
-    trained = micro_batch.trained
-    predictors = hidden.index_select(0, micro_batch.previous[trained])
-    head = model.get_output_embeddings().weight
-    return head_logprobs(predictors, head, micro_batch.input_ids[trained], temperature)
-
-
 def head_logprobs(
-    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperature: float
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax(hidden @ head.T / temperature) at `targets`, without keeping any logits.
 

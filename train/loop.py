@@ -6,16 +6,14 @@
 
 The weights are handed over before the first batch too, and whenever a part of the engine lost them.
 Between two of these lines nothing is half done: a checkpoint holds the state between two batches,
-and Ctrl-C waits for the end of an update.
+and Ctrl-C ends a run only while it samples. Every rank runs this loop; the episodes are rank 0's.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from agentrl.config import RunConfig
@@ -23,6 +21,7 @@ from agentrl.protocols import Probe, Rollouts, SyncError
 from agentrl.summary import summarize
 from train.checkpoint import Checkpoint
 from train.display import Display
+from train.interrupt import uninterrupted
 from train.learner import Learner
 from train.record import RunRecord
 
@@ -56,18 +55,22 @@ def train(
         display.phase("sync")
         return rollouts.update_weights(learner.weights(), learner.version, make_probe())
 
+    def save() -> None:
+        display.phase("saving")
+        record.checkpoint(step, learner, state)
+
     try:
-        sync()
-        if step == 0:
-            evaluate(config, rollouts, record, display, step, sync)
-        while step < config.max_steps:
-            started = time.perf_counter()
-            display.phase("rollout")
-            groups = rollouts.next_groups(config.rollout.prompts_per_step)
-            if groups is None:
-                sync()
-                continue
-            with uninterrupted():
+        with uninterrupted():
+            sync()
+            if step == 0:
+                evaluate(config, rollouts, record, display, step, sync)
+            while step < config.max_steps:
+                started = time.perf_counter()
+                display.phase("rollout")
+                groups = rollouts.next_groups(config.rollout.prompts_per_step)
+                if groups is None:
+                    sync()
+                    continue
                 display.phase("update")
                 metrics = rollouts.pop_metrics()
                 if config.sglang.colocate:
@@ -79,17 +82,20 @@ def train(
                 record.step(step, metrics, groups)
                 display.step(step, metrics, groups)
                 if is_due(step, config.checkpoint.save_steps):
-                    record.checkpoint(step, learner, state)
-            if is_due(step, config.eval.eval_steps) and step < config.max_steps:
+                    save()
+                if is_due(step, config.eval.eval_steps) and step < config.max_steps:
+                    evaluate(config, rollouts, record, display, step, sync)
+            if step not in record.evaluations:
                 evaluate(config, rollouts, record, display, step, sync)
-        if step not in record.evaluations:
-            evaluate(config, rollouts, record, display, step, sync)
-    finally:
-        # At the end, on Ctrl-C, and on an error: what was trained is never lost.
-        if record.last_checkpoint_step < step:
+    except BaseException as error:
+        # What was trained is never lost, unless ranks are out of step: they cannot gather it.
+        if record.last_checkpoint_step < step and learner.ranks.in_step(error):
             with uninterrupted():
-                display.phase("saving")
-                record.checkpoint(step, learner, state)
+                save()
+        raise
+    if record.last_checkpoint_step < step:
+        with uninterrupted():
+            save()
 
 
 def evaluate(
@@ -134,20 +140,3 @@ def once_more(sync: Callable[[], dict[str, float]]) -> Callable[[], dict[str, fl
 
 def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until the block is done."""
-    waiting: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: waiting.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if waiting:
-        raise KeyboardInterrupt

@@ -16,18 +16,28 @@ _MAX_LOG_RATIO = 20.0
 class LossInputs:
     """What the loss reads of one micro-batch: N trained tokens, and the counts of the whole step.
 
-    Every column is float32 [N]. `logprobs` carries the gradient.
+    Every column is [N], float32 where nothing else is said. `logprobs` carries the gradient, as do
+    `entropies` with entropy_coef > 0 and `values` with a value head. A sequence is a segment of a
+    trajectory: what the model reads at once. It is never split over micro-batches.
     """
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
     rollout_logprobs: torch.Tensor  # the engine's
     advantages: torch.Tensor
+    turn_ids: torch.Tensor  # int64
+    sequence_ids: torch.Tensor  # int64
     trajectory_tokens: torch.Tensor  # sampled tokens of the token's trajectory
+    group_tokens: torch.Tensor  # likewise of all trajectories of its group that count
     old_logprobs: torch.Tensor | None = None  # the learner's, before the first update on this batch
     ref_logprobs: torch.Tensor | None = None  # the reference's, where beta > 0
+    beta: float = 0.0  # the weight of the KL now
+    values: torch.Tensor | None = None  # with advantage.estimator=gae
+    old_values: torch.Tensor | None = None  # before the first update on this batch
+    returns: torch.Tensor | None = None  # what values should have been
     num_loss_tokens: int  # of the optimizer step, over all ranks and micro-batches
     num_trajectories: int  # likewise
+    num_groups: int  # likewise
     max_episode_tokens: int
 
 
@@ -63,7 +73,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     losses = torch.maximum(-advantages * ratio, -advantages * clipped)
     importance = _exp(learner - rollout)
     cap = config.importance_sampling_cap
-    if cap is not None and config.old_logprobs != "rollout":
+    if config.importance_sampling_mode != "none" and config.old_logprobs != "rollout":
         losses = losses * importance.clamp(max=cap)
     diff = learner - rollout
     low = (ratio < 1 - config.epsilon) & (advantages < 0)
@@ -77,34 +87,35 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
         "mismatch/abs_diff": diff.abs(),
         "mismatch/kl": -diff,
         "mismatch/k3": importance - diff - 1,
-        "mismatch/clip_frac": importance > cap if cap is not None else torch.zeros_like(diff),
+        "mismatch/clip_frac": importance > cap,
         "importance": importance,
         "importance_squared": importance**2,
         "num_tokens": torch.ones_like(diff),
     }
     if inputs.ref_logprobs is not None:
         kl = kl_divergence(logprobs, inputs.ref_logprobs, config.kl_estimator)
-        losses = losses + config.beta * kl
+        losses = losses + inputs.beta * kl
         columns["kl"] = kl
     return LossOutput(
-        loss=(token_weights(inputs, config.loss_type) * losses).sum(),
+        loss=(token_weights(inputs, config) * losses).sum(),
         sums={name: column.detach().float().sum() for name, column in columns.items()},
         max_abs_diff=diff.abs().max() if len(diff) else diff.sum(),
     )
 
 
-def token_weights(
-    inputs: LossInputs, loss_type: Literal["grpo", "dr_grpo", "dapo"]
-) -> torch.Tensor:
+def token_weights(inputs: LossInputs, config: LossConfig) -> torch.Tensor:
     """[N] weights of the tokens in the loss; they sum to at most 1 over the whole step.
 
-    grpo: 1 / (tokens of the trajectory * trajectories); dapo: 1 / tokens; dr_grpo:
-    1 / (max_episode_tokens * trajectories).
+    token_mean: 1 / tokens. seq_mean_token_mean: 1 / (tokens of the trajectory * trajectories).
+    seq_mean_token_sum_norm: 1 / (max_episode_tokens * trajectories). prompt_mean: 1 / (tokens of
+    the group * groups).
     """
     num_trajectories = max(inputs.num_trajectories, 1)
-    if loss_type == "grpo":
+    if config.aggregation == "seq_mean_token_mean":
         return 1 / (inputs.trajectory_tokens.clamp(min=1) * num_trajectories)
-    if loss_type == "dapo":
+    if config.aggregation == "prompt_mean":
+        return 1 / (inputs.group_tokens.clamp(min=1) * max(inputs.num_groups, 1))
+    if config.aggregation == "token_mean":
         divisor = max(inputs.num_loss_tokens, 1)
     else:
         divisor = inputs.max_episode_tokens * num_trajectories

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from agentrl.attention import register_attention
-from agentrl.config import ModelConfig
+from agentrl.config import LoraConfig, ModelConfig
 from agentrl.models import SMOLLM2, ModelError, locate_model, require_plain_head
 
 
-def load_model(config: ModelConfig, *, seed: int = 0) -> tuple[Any, Any]:
+def load_model(
+    config: ModelConfig, lora: LoraConfig | None = None, *, seed: int = 0
+) -> tuple[Any, Any]:
     """A causal language model in float32, without dropout, and its tokenizer.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -41,17 +42,20 @@ class MicroBatch:
         Two members of a group, prompt 5 6, that sampled 7 8 and 9 (and SHARED_BLOCK = 1):
         input_ids [5, 6, 7, 8, 9]   position_ids [0, 1, 2, 3, 2]   previous [-1, 0, 1, 2, 1]
         trained [2, 3, 4]           layout (Node(2, (Node(2), Node(1))),)
+        sampled_index [0, 1, 2]     sequence_ids [0, 0, 1]   turn_ids [0, 0, 1]
     """
 
     input_ids: torch.Tensor  # [T] int64
     position_ids: torch.Tensor  # [T] int64
     previous: torch.Tensor  # [T] int64, where the token before this one stands; -1: there is none
     trained: torch.Tensor  # [N] int64, the tokens that the policy sampled
+    sampled_index: torch.Tensor  # [N] int64, which of all tokens that were sampled
     advantages: torch.Tensor  # [N] float32
     rollout_logprobs: torch.Tensor  # [N] float32
-    versions: torch.Tensor  # [N] int64
-    trajectory_ids: torch.Tensor  # [N] int64, counted over the whole batch
+    turn_ids: torch.Tensor  # [N] int64, counted over all turns
+    sequence_ids: torch.Tensor  # [N] int64, likewise over all segments of trajectories
     trajectory_tokens: torch.Tensor  # [N] float32, sampled tokens of the trajectory
+    group_tokens: torch.Tensor  # [N] float32, likewise of all its group's that count
     layout: Layout
 
     def to(self, device: torch.device) -> Self:
@@ -65,14 +69,16 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The micro-batches of one optimizer step, and what the step divides by.
+    """One rank's micro-batches of one optimizer step, and what the step divides by.
 
-    The counts hold every scored trajectory with a sampled token, whether or not it is computed.
+    The counts are those of all ranks. They hold every scored trajectory with a sampled token,
+    whether or not it is computed.
     """
 
-    micro_batches: list[MicroBatch]
+    micro_batches: list[MicroBatch]  # as many on every rank
     num_loss_tokens: int
     num_trajectories: int
+    num_groups: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,58 +87,86 @@ class _Sequence:
 
     token_ids: np.ndarray  # [L]
     loss_mask: np.ndarray  # [L]
-    logprobs: np.ndarray  # [L]
-    versions: np.ndarray  # [L]
-    advantage: float
-    trajectory_id: int
+    first_sampled: int
+    # Of its tokens that were sampled:
+    advantages: np.ndarray  # [n]
+    logprobs: np.ndarray  # [n]
+    turn_ids: np.ndarray  # [n]
+    sampled_index: np.ndarray  # [n]
+    sequence_id: int
     trajectory_tokens: int
+    group_tokens: int
 
-    @property
-    def first_sampled(self) -> int:
-        return int(self.loss_mask.argmax())
+
+def counts(trajectory: Trajectory) -> bool:
+    """Whether a trajectory is part of what a step divides by: scored, with a sampled token."""
+    reward = trajectory.reward
+    return reward is not None and math.isfinite(reward) and trajectory.num_sampled_tokens > 0
 
 
 def pack(
     groups: Sequence[TrajectoryGroup],
-    advantages: Sequence[np.ndarray],
+    advantages: np.ndarray,
     *,
     micro_batch_tokens: int,
+    num_ranks: int = 1,
+    first_index: int = 0,
     keep_zero_advantages: bool = False,
     mask_truncated_completions: bool = False,
-) -> Batch:
+    share_prefixes: bool = True,
+) -> list[Batch]:
     """Lay trajectories into rows of at most `micro_batch_tokens` tokens, sorted by their prompts.
 
-    Which row a sequence lands in changes no gradient. Unscored trajectories are left out;
-    trajectories whose advantage is exactly 0 are counted but not computed, for their gradient is
-    exactly 0, unless `keep_zero_advantages` (a KL term pulls at them too). With
-    `mask_truncated_completions`, trajectories that a limit cut are counted but not computed.
+    Each rank gets about as many tokens, and as many rows; which rank and row a sequence lands in
+    changes no gradient. Trajectories that do not count are left out. Those whose advantages are
+    all exactly 0 are counted but not computed, for their gradient is exactly 0, unless
+    `keep_zero_advantages` (a KL term pulls at them too). With `mask_truncated_completions`,
+    trajectories that a limit cut are counted but not computed.
 
     Args:
-        advantages: per group, one number per trajectory.
+        advantages: [n], of all sampled tokens of the trajectories that count, in their order.
+        first_index: what `sampled_index` of the first of them is.
+
+    Returns: [num_ranks].
 
     Raises:
         ValueError: one sequence alone exceeds `micro_batch_tokens`.
     """
     sequences: list[_Sequence] = []
-    num_loss_tokens = num_trajectories = 0
-    for group, group_advantages in zip(groups, advantages, strict=True):
-        for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
-            num_tokens = trajectory.num_sampled_tokens
-            reward = trajectory.reward
-            if reward is None or not math.isfinite(reward) or not num_tokens:
-                continue
-            num_trajectories += 1
-            num_loss_tokens += num_tokens
+    num_loss_tokens = num_trajectories = num_groups = turn_id = 0
+    for group in groups:
+        members = [trajectory for trajectory in group.trajectories if counts(trajectory)]
+        group_tokens = sum(trajectory.num_sampled_tokens for trajectory in members)
+        num_groups += bool(members)
+        num_trajectories += len(members)
+        for trajectory in members:
+            start = num_loss_tokens
+            num_loss_tokens += trajectory.num_sampled_tokens
+            own = advantages[start:num_loss_tokens]
             stop = trajectory.stop_reason
-            if mask_truncated_completions and stop is not None and stop.is_cut:
-                continue
-            if advantage != 0 or keep_zero_advantages:
-                sequences += _sequences(trajectory, float(advantage), num_trajectories - 1)
-    return Batch(
-        micro_batches=[_row(row) for row in _rows(sequences, micro_batch_tokens)],
-        num_loss_tokens=num_loss_tokens,
-        num_trajectories=num_trajectories,
-    )
+            cut = mask_truncated_completions and stop is not None and stop.is_cut
+            if not cut and (keep_zero_advantages or own.any()):
+                index = first_index + start
+                sequences += _sequences(
+                    trajectory, own, index, turn_id, len(sequences), group_tokens
+                )
+            turn_id += len(trajectory.turns)
+    block = SHARED_BLOCK if share_prefixes else 0
+    rows = [
+        [_row(row, block) for row in _rows(shard, micro_batch_tokens, block)]
+        for shard in _shards(sequences, num_ranks, block)
+    ]
+    most = max(len(shard) for shard in rows)
+    return [
+        Batch(
+            # A rank with less to do computes rows without trained tokens beside the others.
+            micro_batches=shard + [single_sequence([0])] * (most - len(shard)),
+            num_loss_tokens=num_loss_tokens,
+            num_trajectories=num_trajectories,
+            num_groups=num_groups,
+        )
+        for shard in rows
+    ]
 
 
 def single_sequence(token_ids: Sequence[int]) -> MicroBatch:
@@ -141,40 +175,76 @@ def single_sequence(token_ids: Sequence[int]) -> MicroBatch:
     sequence = _Sequence(
         token_ids=np.asarray(token_ids),
         loss_mask=np.arange(length) > 0,
-        logprobs=np.zeros(length),
-        versions=np.zeros(length, dtype=np.int64),
-        advantage=0.0,
-        trajectory_id=0,
+        first_sampled=0,
+        advantages=np.zeros(length - 1),
+        logprobs=np.zeros(length - 1),
+        turn_ids=np.zeros(length - 1),
+        sampled_index=np.arange(length - 1),
+        sequence_id=0,
         trajectory_tokens=max(length - 1, 1),
+        group_tokens=max(length - 1, 1),
     )
-    return _row([sequence])
+    return _row([sequence], 0)
 
 
-def _sequences(trajectory: Trajectory, advantage: float, index: int) -> Iterator[_Sequence]:
-    for part in trajectory.segments():
+def _sequences(
+    trajectory: Trajectory,
+    advantages: np.ndarray,
+    first_index: int,
+    first_turn: int,
+    first_sequence: int,
+    group_tokens: int,
+) -> Iterator[_Sequence]:
+    mask = np.asarray(trajectory.loss_mask)
+    logprobs = np.asarray(trajectory.logprobs)[mask]
+    turns = np.repeat(
+        np.arange(len(trajectory.turns)), [turn.end - turn.start for turn in trajectory.turns]
+    )
+    start = 0
+    for number, part in enumerate(trajectory.segments()):
+        own = mask[part]
+        stop = start + int(own.sum())
         yield _Sequence(
             token_ids=np.asarray(trajectory.token_ids[part]),
-            loss_mask=np.asarray(trajectory.loss_mask[part]),
-            logprobs=np.asarray(trajectory.logprobs[part]),
-            versions=np.asarray(trajectory.versions[part]),
-            advantage=advantage,
-            trajectory_id=index,
+            loss_mask=own,
+            first_sampled=int(own.argmax()),
+            advantages=advantages[start:stop],
+            logprobs=logprobs[start:stop],
+            turn_ids=first_turn + turns[start:stop],
+            sampled_index=first_index + np.arange(start, stop),
+            sequence_id=first_sequence + number,
             trajectory_tokens=trajectory.num_sampled_tokens,
+            group_tokens=group_tokens,
         )
+        start = stop
 
 
-def _rows(sequences: list[_Sequence], budget: int) -> list[list[_Sequence]]:
-    """Sequences in the order of their prompts, a new row where one would not fit any more."""
+def _shards(sequences: list[_Sequence], num_ranks: int, block: int) -> list[list[_Sequence]]:
+    """Sequences in the order of their prompts, cut into parts of about as many tokens."""
+    ordered = sorted(sequences, key=lambda s: s.token_ids[: s.first_sampled].tolist())
+    shards: list[list[_Sequence]] = [[] for _ in range(num_ranks)]
+    if ordered:
+        shared = [0, *(_num_shared(a, b, block) for a, b in pairwise(ordered))]
+        costs = np.array([len(s.token_ids) for s in ordered]) - shared
+        middles = costs.cumsum() - costs / 2
+        ranks = (middles * num_ranks / costs.sum()).astype(int)
+        for rank, sequence in zip(ranks, ordered, strict=True):
+            shards[rank].append(sequence)
+    return shards
+
+
+def _rows(sequences: list[_Sequence], budget: int, block: int) -> list[list[_Sequence]]:
+    """A new row where a sequence would not fit any more."""
     rows: list[list[_Sequence]] = []
     room = 0
-    for sequence in sorted(sequences, key=lambda s: s.token_ids[: s.first_sampled].tolist()):
+    for sequence in sequences:
         length = len(sequence.token_ids)
         if length > budget:
             raise ValueError(
                 f"a sequence of {length} tokens does not fit optim.micro_batch_tokens={budget}: "
                 f"raise it to at least {length}, or lower rollout.max_context_tokens"
             )
-        needed = length - _num_shared(rows[-1][-1], sequence) if rows else length
+        needed = length - _num_shared(rows[-1][-1], sequence, block) if rows else length
         if not rows or needed > room:
             rows.append([])
             needed, room = length, budget
@@ -183,15 +253,17 @@ def _rows(sequences: list[_Sequence], budget: int) -> list[list[_Sequence]]:
     return rows
 
 
-def _num_shared(a: _Sequence, b: _Sequence) -> int:
+def _num_shared(a: _Sequence, b: _Sequence, block: int) -> int:
     """How many tokens, none of them sampled, both begin with, in whole blocks."""
+    if block == 0:  # nothing is shared
+        return 0
     length = min(a.first_sampled, b.first_sampled)
     differs = np.flatnonzero(a.token_ids[:length] != b.token_ids[:length])
     same = int(differs[0]) if len(differs) else length
-    return same // SHARED_BLOCK * SHARED_BLOCK
+    return same // block * block
 
 
-def _row(sequences: list[_Sequence]) -> MicroBatch:
+def _row(sequences: list[_Sequence], block: int) -> MicroBatch:
     columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
     num_tokens = 0
 
@@ -200,17 +272,19 @@ def _row(sequences: list[_Sequence]) -> MicroBatch:
         nonlocal num_tokens
         previous = np.arange(num_tokens - 1, num_tokens + stop - start - 1)
         previous[:1] = before
-        sampled = np.flatnonzero(sequence.loss_mask[start:stop])
-        count = len(sampled)
         columns["input_ids"].append(sequence.token_ids[start:stop])
         columns["position_ids"].append(np.arange(start, stop))
         columns["previous"].append(previous)
-        columns["trained"].append(num_tokens + sampled)
-        columns["advantages"].append(np.full(count, sequence.advantage))
-        columns["rollout_logprobs"].append(sequence.logprobs[start:stop][sampled])
-        columns["versions"].append(sequence.versions[start:stop][sampled])
-        columns["trajectory_ids"].append(np.full(count, sequence.trajectory_id))
-        columns["trajectory_tokens"].append(np.full(count, sequence.trajectory_tokens))
+        if stop > sequence.first_sampled:  # what is shared ends before
+            sampled = np.flatnonzero(sequence.loss_mask[start:stop])
+            columns["trained"].append(num_tokens + sampled)
+            columns["sampled_index"].append(sequence.sampled_index)
+            columns["advantages"].append(sequence.advantages)
+            columns["rollout_logprobs"].append(sequence.logprobs)
+            columns["turn_ids"].append(sequence.turn_ids)
+            for name in ("sequence_id", "trajectory_tokens", "group_tokens"):
+                column = np.full(len(sampled), getattr(sequence, name))
+                columns[name.replace("_id", "_ids")].append(column)
         num_tokens += stop - start
 
     def lay(members: list[_Sequence], start: int, before: int) -> Layout:
@@ -218,7 +292,7 @@ def _row(sequences: list[_Sequence]) -> MicroBatch:
         nodes = []
         while members:
             first = members[0]
-            shared = [n for m in members[1:] if (n := _num_shared(first, m)) > start]
+            shared = [n for m in members[1:] if (n := _num_shared(first, m, block)) > start]
             family, members = members[: len(shared) + 1], members[len(shared) + 1 :]
             stop = min(shared, default=len(first.token_ids))
             append(first, start, stop, before)
@@ -239,11 +313,13 @@ _DTYPES = {
     "position_ids": torch.int64,
     "previous": torch.int64,
     "trained": torch.int64,
+    "sampled_index": torch.int64,
     "advantages": torch.float32,
     "rollout_logprobs": torch.float32,
-    "versions": torch.int64,
-    "trajectory_ids": torch.int64,
+    "turn_ids": torch.int64,
+    "sequence_ids": torch.int64,
     "trajectory_tokens": torch.float32,
+    "group_tokens": torch.float32,
 }
 
 

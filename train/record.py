@@ -27,7 +27,7 @@ from train.performance import (
 
 
 class RunRecord:
-    """Writes into `folder`:
+    """Writes into `folder`, on rank 0; checkpoints are written by all ranks together:
 
     config.yaml                      as resolved
     metrics.jsonl                    a line a step
@@ -52,9 +52,11 @@ class RunRecord:
         )
         self._config, self._accelerator, self._tokenizer = config, accelerator, tokenizer
         self._episodes = folder / "trajectories"
-        self._episodes.mkdir(exist_ok=True)
-        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        self._log = MetricLog(folder / "metrics.jsonl")
+        self._log: MetricLog | None = None
+        if accelerator.is_main_process:
+            self._episodes.mkdir(exist_ok=True)
+            (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            self._log = MetricLog(folder / "metrics.jsonl")
 
     @property
     def checkpoints(self) -> Path:
@@ -64,7 +66,7 @@ class RunRecord:
         self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]
     ) -> None:
         self._write(step, metrics)
-        if self._config.save_trajectories:
+        if self._log and self._config.save_trajectories:
             write_groups(self._episodes / f"step-{step:06d}.jsonl", groups)
 
     def evaluation(
@@ -72,7 +74,8 @@ class RunRecord:
     ) -> None:
         self.evaluations[step] = metrics
         self._write(step, metrics)
-        write_groups(self._episodes / f"eval-{step:06d}.jsonl", groups)
+        if self._log:
+            write_groups(self._episodes / f"eval-{step:06d}.jsonl", groups)
 
     def checkpoint(self, step: int, learner: Learner, rollouts_state: dict[str, Any]) -> None:
         """Raises CheckpointError where the disk refuses; earlier checkpoints stay."""
@@ -89,12 +92,13 @@ class RunRecord:
 
     def summary(self) -> list[str]:
         """Draw the curve; say what came of the run, and where it lies."""
-        draw_curve(self._log.path, self.folder / "curve.png")
+        metrics = self.folder / "metrics.jsonl"
+        draw_curve(metrics, self.folder / "curve.png")
         lines = [
             f"the run: {self.folder}  (curve.png, metrics.jsonl, trajectories)",
             f"the model: {latest_checkpoint(self.checkpoints)}",
         ]
-        steps = [r for r in load_metrics(self._log.path) if "step_time" in r]
+        steps = [r for r in load_metrics(metrics) if "step_time" in r]
         means = mean_metrics(steps)
         for label, words in (
             ("time", time_words(means)),
@@ -129,5 +133,6 @@ class RunRecord:
         )
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._log.write(step, metrics)
+        if self._log:
+            self._log.write(step, metrics)
         self._accelerator.log(dict(metrics), step=step)
