@@ -120,9 +120,10 @@ def plain_gradient(model, groups, aggregation, max_episode_tokens=40, scale=1.0)
             log_p = (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
             log_p = log_p.gather(1, ids[1:, None])[:, 0]
             weight = {
-                "grpo": 1 / (mask.sum() * len(members)),
-                "dapo": 1 / num_tokens,
-                "dr_grpo": 1 / (max_episode_tokens * len(members)),
+                "seq_mean_token_mean": 1 / (mask.sum() * len(members)),
+                "token_mean": 1 / num_tokens,
+                "seq_mean_token_sum_norm": 1 / (max_episode_tokens * len(members)),
+                "prompt_mean": 1 / (sum(sum(t.loss_mask) for t in group.trajectories) * len(groups)),
             }[aggregation]
             loss = loss - float(advantage) * weight * (log_p * mask).sum()
     loss.backward()
@@ -185,10 +186,10 @@ def test_env_tokens_carry_no_gradient(options):
 
     learner.model.get_decoder().norm.register_forward_hook(keep_gradient)
     rows = []
-    original = learner._prepare
-    learner._prepare = lambda g: rows.append(original(g)) or rows[-1]
+    original = learner._freeze
+    learner._freeze = lambda row: rows.append(original(row)) or rows[-1]
     first = gradient(learner, groups)
-    (micro_batch,) = rows[0].batch.micro_batches
+    (micro_batch,) = [row.micro_batch for row in rows]
     predictors = torch.zeros(len(micro_batch.input_ids), dtype=torch.bool)
     predictors[micro_batch.previous[micro_batch.trained]] = True
     hidden_gradient = seen[-1].grad[0]

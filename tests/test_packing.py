@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from agentrl.attention import register_attention
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, StopReason, Task
-from train.logprobs import token_logprobs
 from train.packing import Node, pack, single_sequence
+from train.policy import Policy
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,9 @@ def group(*trajectories):
 
 
 def pack_ones(*groups, budget=1000, **options):
-    advantages = [np.ones(len(g.trajectories)) for g in groups]
-    return pack(groups, advantages, micro_batch_tokens=budget, **options)
+    num_tokens = sum(t.num_sampled_tokens for g in groups for t in g.trajectories if counts(t))
+    (batch,) = pack(groups, np.ones(num_tokens), micro_batch_tokens=budget, **options)
+    return batch
 
 
 @pytest.fixture(scope="module")
@@ -178,16 +179,16 @@ def test_a_packed_sequence_has_the_logprobs_it_has_alone(model):
     other = tape(rng.integers(0, 97, 4).tolist(), rng.integers(0, 97, 3).tolist())
     (row,) = pack_ones(group(other), group(*members)).micro_batches
     with torch.no_grad():
-        packed, _ = token_logprobs(model, row, 1.0)
+        packed = Policy(model)(row, 1.0).logprobs
         for trajectory_id, trajectory in enumerate([other, *members]):
-            alone, _ = token_logprobs(model, single_sequence(trajectory.token_ids), 1.0)
+            alone = Policy(model)(single_sequence(trajectory.token_ids), 1.0).logprobs
             mine = packed[row.trajectory_ids == trajectory_id]
             torch.testing.assert_close(mine, alone[-len(mine) :], atol=1e-5, rtol=0)
     batch = pack_ones(group(*members))
     changed = [tape(prompt, [3] * 5), *members[1:]]
     with torch.no_grad():
-        first, _ = token_logprobs(model, batch.micro_batches[0], 1.0)
-        second, _ = token_logprobs(model, pack_ones(group(*changed)).micro_batches[0], 1.0)
+        first = Policy(model)(batch.micro_batches[0], 1.0).logprobs
+        second = Policy(model)(pack_ones(group(*changed)).micro_batches[0], 1.0).logprobs
     torch.testing.assert_close(first[1:], second[5:], atol=1e-6, rtol=0)
 
 
@@ -198,5 +199,5 @@ def test_packed_attention_equals_transformers_own(model):
     reference.set_attn_implementation("eager")
     with torch.no_grad():
         expected = reference(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        actual, _ = token_logprobs(model, single_sequence(ids[0].tolist()), 1.0)
+        actual = Policy(model)(single_sequence(ids[0].tolist()), 1.0).logprobs
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)

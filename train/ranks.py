@@ -136,7 +136,8 @@ class Ranks:
             return
         store = self._open_store()
         done = threading.Event()
-        threading.Thread(target=self._watch, args=(store, done), daemon=True).start()
+        watcher = threading.Thread(target=self._watch, args=(store, done), daemon=True)
+        watcher.start()
         try:
             yield
         except BaseException as error:
@@ -147,6 +148,7 @@ class Ranks:
             raise RankFailed(first) from error
         finally:
             done.set()
+            watcher.join()  # at the end of the process it must not be inside the store
 
     def _watch(self, store: TCPStore, done: threading.Event) -> None:
         while not done.wait(1.0):
