@@ -33,18 +33,32 @@ class SharedRollouts:
         self._ranks.lead(lambda: self._own and self._own.sleep())
 
     def update_weights(self, weights: Weights, version: int, probe: Probe) -> dict[str, float]:
-        stream = iter(weights)
+        whole = False
 
-        def hand_over() -> dict[str, float]:
-            assert self._own is not None
-            try:
-                return self._own.update_weights(stream, version, probe)
-            finally:
-                _exhaust(stream)
+        def read() -> Weights:
+            nonlocal whole
+            yield from weights
+            whole = True
 
-        if self._own is None:
-            _exhaust(stream)
-        return self._ranks.lead(hand_over)
+        stream = read()
+        metrics: dict[str, float] = {}
+        failure: BaseException | None = None
+        try:
+            if self._own:
+                metrics = self._own.update_weights(stream, version, probe)
+        except BaseException as error:
+            failure = error
+        for _ in stream:  # every rank gathers all weights, also those that nobody reads any more
+            pass
+        if failure and not whole:
+            raise failure  # while the others still gather: they are told another way
+
+        def result() -> dict[str, float]:
+            if failure:
+                raise failure
+            return metrics
+
+        return self._ranks.lead(result)
 
     def pop_metrics(self) -> dict[str, float]:
         return self._own.pop_metrics() if self._own else {}
@@ -73,9 +87,3 @@ class SharedRollouts:
             return groups is not None
 
         return groups if self._ranks.lead(lead) else None
-
-
-def _exhaust(stream: Any) -> None:
-    """Every rank gathers all weights, also those that nobody reads any more."""
-    for _ in stream:
-        pass

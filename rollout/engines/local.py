@@ -400,10 +400,12 @@ class LocalEngine:
             raise SyncError("weights cannot change under a running request")
         if not self.shares_weights:
             own = dict(self._model.named_parameters())
-            for name, tensor in weights:
-                if name not in own:
-                    raise SyncError(f"the engine has no weight {name!r}")
-                own.pop(name).copy_(tensor)
+            # Weights that are sharded cannot be gathered in inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                for name, tensor in weights:
+                    if name not in own:
+                        raise SyncError(f"the engine has no weight {name!r}")
+                    own.pop(name).copy_(tensor)
             if own:
                 raise SyncError(f"no new values came for {', '.join(sorted(own))}")
         for module in self._model.modules():
