@@ -123,7 +123,8 @@ def plain_gradient(model, groups, aggregation, max_episode_tokens=40, scale=1.0)
                 "seq_mean_token_mean": 1 / (mask.sum() * len(members)),
                 "token_mean": 1 / num_tokens,
                 "seq_mean_token_sum_norm": 1 / (max_episode_tokens * len(members)),
-                "prompt_mean": 1 / (sum(sum(t.loss_mask) for t in group.trajectories) * len(groups)),
+                "prompt_mean": 1
+                / (sum(sum(t.loss_mask) for t in group.trajectories) * len(groups)),
             }[aggregation]
             loss = loss - float(advantage) * weight * (log_p * mask).sum()
     loss.backward()
@@ -186,8 +187,8 @@ def test_env_tokens_carry_no_gradient(options):
 
     learner.model.get_decoder().norm.register_forward_hook(keep_gradient)
     rows = []
-    original = learner._freeze
-    learner._freeze = lambda row: rows.append(original(row)) or rows[-1]
+    original = learner._loss_inputs
+    learner._loss_inputs = lambda row, *rest: rows.append(row) or original(row, *rest)
     first = gradient(learner, groups)
     (micro_batch,) = [row.micro_batch for row in rows]
     predictors = torch.zeros(len(micro_batch.input_ids), dtype=torch.bool)

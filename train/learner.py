@@ -10,11 +10,8 @@ import resource
 import time
 import uuid
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,58 +19,24 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
 
-from agentrl.config import TOKEN_ESTIMATORS, RunConfig
+from agentrl.config import RunConfig
 from agentrl.trajectory import TrajectoryGroup
-from train.advantage import AdvantageInputs, Advantages, advantage_inputs, estimate
 from train.beta import BetaSchedule
 from train.budget import find_budget
 from train.flops import matmul_peak, row_flops
-from train.loss import LossInputs, kl_divergence, policy_loss
+from train.loss import LossInputs, policy_loss
 from train.offload import move_optimizer_state
 from train.optimizer import Schedule, clip_grad_norm, make_optimizer, sample
-from train.packing import Batch, MicroBatch, counts, pack, single_sequence
+from train.packing import Batch, MicroBatch, single_sequence
 from train.policy import Policy, PolicyOutput, layer_classes
+from train.preparation import Minibatch, Preparation, Row
 from train.ranks import Ranks
+from train.totals import Totals
 from train.weights import adapter_weights, full_weights, merged_weights
 
 
 class TrainingError(RuntimeError):
     """Training cannot go on: the gradients stay non-finite, or the engine has other weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A micro-batch on its device, with what its updates do not change; every column is [N]."""
-
-    micro_batch: MicroBatch
-    old_logprobs: torch.Tensor | None = None
-    ref_logprobs: torch.Tensor | None = None
-    kl: torch.Tensor | None = None  # where it is part of the reward
-    old_values: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Minibatch:
-    """This rank's rows of one optimizer step, as many on every rank."""
-
-    rows: list[_Row]
-    batch: Batch  # whose counts the step divides by
-
-
-@dataclass(slots=True, kw_only=True)
-class _Totals:
-    """What the optimizer steps taken in one update add up to, and how many were skipped."""
-
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    max_abs_diff: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    update_ratios: list[float] = field(default_factory=list)
-    num_bad_steps: int = 0
-    num_empty_steps: int = 0
-    num_computed_tokens: int = 0  # on this rank
-    num_flops: float = 0.0  # likewise
 
 
 class Learner:
@@ -107,8 +70,6 @@ class Learner:
         self.run_id = self.ranks.lead(lambda: uuid.uuid4().hex)
         self.beta = BetaSchedule(config.loss, config.max_steps)
         self._bad_steps = 0  # in a row
-        self._sees_tokens = config.loss.kl_in_reward or config.advantage.estimator == "gae"
-        assert not self._sees_tokens or config.advantage.estimator in TOKEN_ESTIMATORS
         # Colocated servers get the memory of the optimizer's state between two updates.
         self._lends_memory = config.sglang.colocate and accelerator.device.type == "cuda"
         self._reference = None
@@ -124,7 +85,15 @@ class Learner:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, Schedule(config.optim, config.max_steps)
         )
-        self._micro_batch_tokens = config.optim.micro_batch_tokens
+        tokens = config.optim.micro_batch_tokens
+        self._micro_batch_tokens = None if tokens == "auto" else tokens
+        self._preparation = Preparation(
+            config=config,
+            ranks=self.ranks,
+            device=accelerator.device,
+            policy=self._forward,
+            reference=self._forward_reference,
+        )
         self._peak: float | None = None  # operations per second, of all ranks
 
     def _prepare_frozen(self, policy: Policy) -> Any:
@@ -155,14 +124,16 @@ class Learner:
         Raises:
             TrainingError: too many bad steps in a row, or `max_mismatch` exceeded.
         """
-        if self._micro_batch_tokens == "auto":
+        if self._micro_batch_tokens is None:
             self._micro_batch_tokens = find_budget(self)
         start = time.perf_counter()
         if self.accelerator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        totals = _Totals()
+        totals = Totals()
         with self._cores_of_this_rank():
-            minibatches = self._minibatches(groups)
+            minibatches = self._preparation.prepare(
+                groups, self._micro_batch_tokens, self.beta.value
+            )
             prepared = time.perf_counter()
             with self._optimizer_at_work():
                 for _ in range(self.config.optim.num_iterations):
@@ -275,123 +246,15 @@ class Learner:
             group.update(own | {"lr": rate})
         self.scheduler._last_lr = rates
 
-    def _minibatches(self, groups: Sequence[TrajectoryGroup]) -> list[_Minibatch]:
-        """This rank's part of the batch, with all that the updates do not change."""
-        inputs, parts = None, None
-        with self.ranks.together():
-            if self.ranks.is_main:
-                inputs = advantage_inputs(groups, self.config)
-                parts = self._pack(groups, inputs)
-        minibatches = [
-            _Minibatch(rows=[self._freeze(row) for row in batch.micro_batches], batch=batch)
-            for batch in self.ranks.scatter(parts)
-        ]
-        return self._with_advantages(minibatches, inputs) if self._sees_tokens else minibatches
-
-    def _pack(
-        self, groups: Sequence[TrajectoryGroup], inputs: AdvantageInputs
-    ) -> list[list[Batch]]:
-        """Each rank's batches, one per minibatch: [ranks][minibatches]."""
-        config, loss = self.config, self.config.loss
-        if self._sees_tokens:  # then they follow from the forward passes
-            advantages = np.ones(len(inputs.episodes))
-        else:
-            advantages = estimate(inputs, config.advantage).advantages
-        minibatches = []
-        start = 0
-        bounds = np.linspace(0, len(groups), config.optim.num_minibatches + 1).astype(int)
-        for first, last in pairwise(bounds):
-            members = groups[first:last]
-            trajectories = [t for group in members for t in group.trajectories if counts(t)]
-            stop = start + sum(trajectory.num_sampled_tokens for trajectory in trajectories)
-            minibatches.append(
-                pack(
-                    members,
-                    advantages[start:stop],
-                    micro_batch_tokens=int(self._micro_batch_tokens),
-                    num_ranks=self.ranks.size,
-                    first_index=start,
-                    keep_zero_advantages=loss.beta > 0 or loss.entropy_coef > 0,
-                    mask_truncated_completions=loss.mask_truncated_completions,
-                    share_prefixes=config.optim.share_prefixes,
-                )
-            )
-            start = stop
-        return [list(parts) for parts in zip(*minibatches, strict=True)]
-
-    @torch.no_grad()
-    def _freeze(self, micro_batch: MicroBatch) -> _Row:
-        """What the weights say of a row before the first update on it."""
-        loss = self.config.loss
-        micro_batch = micro_batch.to(self.accelerator.device)
-        before = reference = None
-        if loss.old_logprobs == "recompute" or self._sees_tokens:
-            before = self._forward(micro_batch)
-        if self._reference is not None:
-            reference = self._reference(micro_batch, self.config.rollout.temperature)
-        elif loss.beta > 0:
-            reference = self._forward(micro_batch, without_adapter=True)
-        row = _Row(micro_batch=micro_batch)
-        if before is not None:
-            recompute = loss.old_logprobs == "recompute"
-            row = replace(
-                row,
-                old_logprobs=before.logprobs if recompute else None,
-                old_values=before.values,
-            )
-        if reference is not None:
-            row = replace(row, ref_logprobs=reference.logprobs)
-            if before is not None and loss.kl_in_reward:
-                kl = kl_divergence(before.logprobs, reference.logprobs, loss.kl_estimator)
-                row = replace(row, kl=kl)
-        return row
-
-    def _with_advantages(
-        self, minibatches: list[_Minibatch], inputs: AdvantageInputs | None
-    ) -> list[_Minibatch]:
-        """Estimated by rank 0 from what all ranks computed of their tokens."""
-        rows = [row for minibatch in minibatches for row in minibatch.rows]
-        columns = {
-            name: [getattr(row, attribute).cpu().numpy() for row in rows]
-            for name, attribute in (("kl", "kl"), ("values", "old_values"))
-            if rows and getattr(rows[0], attribute) is not None
-        }
-        places = [row.micro_batch.sampled_index.cpu().numpy() for row in rows]
-        everyones = self.ranks.gather((places, columns))
-
-        def estimate_all() -> Advantages:
-            assert inputs is not None
-            full: dict[str, Any] = {}
-            for places, columns in everyones:
-                for name, parts in columns.items():
-                    column = full.setdefault(name, np.zeros(len(inputs.episodes)))
-                    for place, part in zip(places, parts, strict=True):
-                        column[place] = part
-            complete = replace(inputs, beta=self.beta.value, **full)
-            return estimate(complete, self.config.advantage)
-
-        found = self.ranks.lead(estimate_all)
-        return [
-            replace(minibatch, rows=[self._complete(row, found) for row in minibatch.rows])
-            for minibatch in minibatches
-        ]
-
-    def _complete(self, row: _Row, found: Advantages) -> _Row:
-        place = row.micro_batch.sampled_index.cpu().numpy()
-
-        def own(column: np.ndarray) -> torch.Tensor:
-            return torch.as_tensor(column[place], dtype=torch.float32).to(self.accelerator.device)
-
-        return replace(
-            row,
-            micro_batch=replace(row.micro_batch, advantages=own(found.advantages)),
-            returns=None if found.returns is None else own(found.returns),
-        )
-
     def _forward(self, micro_batch: MicroBatch, **options: Any) -> PolicyOutput:
         return self.policy(micro_batch, self.config.rollout.temperature, **options)
 
-    def _step(self, minibatch: _Minibatch, totals: _Totals) -> None:
+    def _forward_reference(self, micro_batch: MicroBatch) -> PolicyOutput:
+        if self._reference is None:
+            return self._forward(micro_batch, without_adapter=True)
+        return self._reference(micro_batch, self.config.rollout.temperature)
+
+    def _step(self, minibatch: Minibatch, totals: Totals) -> None:
         """One optimizer step, or none where there is no signal or no finite gradient."""
         if not minibatch.rows:
             totals.num_empty_steps += 1
@@ -414,15 +277,11 @@ class Learner:
         changed, looked_at = self.ranks.sum(
             torch.stack([moved.sum(), torch.full_like(moved.sum(), len(moved))])
         ).tolist()
-        totals.update_ratios.append(changed / looked_at)
-        totals.grad_norms.append(grad_norm)
-        totals.losses.append(loss)
-        totals.max_abs_diff = max(totals.max_abs_diff, max_abs_diff)
-        for name, value in sums.items():
-            totals.sums[name] += value
+        totals.add_step(loss=loss, grad_norm=grad_norm, update_ratio=changed / looked_at)
+        totals.add_sums(sums, max_abs_diff)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _backward(self, minibatch: _Minibatch) -> tuple[float, dict[str, float], float]:
+    def _backward(self, minibatch: Minibatch) -> tuple[float, dict[str, float], float]:
         """Accumulate the gradient of the whole minibatch.
 
         Returns: over all ranks the loss, the sums of the metrics, and the largest difference of the
@@ -449,7 +308,7 @@ class Learner:
         self._check_mismatch(step["mismatch/abs_diff"] / max(step["num_tokens"], 1))
         return loss, step, float(self.ranks.max(max_abs_diff))
 
-    def _loss_inputs(self, row: _Row, forward: PolicyOutput, batch: Batch) -> LossInputs:
+    def _loss_inputs(self, row: Row, forward: PolicyOutput, batch: Batch) -> LossInputs:
         micro_batch = row.micro_batch
         return LossInputs(
             logprobs=forward.logprobs,
@@ -490,7 +349,7 @@ class Learner:
                 stacklevel=2,
             )
 
-    def _skip(self, totals: _Totals) -> None:
+    def _skip(self, totals: Totals) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         totals.num_bad_steps += 1
         self._bad_steps += 1
@@ -506,8 +365,8 @@ class Learner:
 
     def _metrics(
         self,
-        totals: _Totals,
-        minibatches: list[_Minibatch],
+        totals: Totals,
+        minibatches: list[Minibatch],
         seconds: float,
         update_seconds: float,
     ) -> dict[str, float]:
@@ -521,9 +380,6 @@ class Learner:
             "learning_rate": self.scheduler.get_last_lr()[0],
             "num_tokens": float(sum(m.batch.num_loss_tokens for m in minibatches)),
             "train/num_trajectories": float(sum(m.batch.num_trajectories for m in minibatches)),
-            "train/optimizer_steps": float(len(totals.grad_norms)),
-            "train/bad_steps": float(totals.num_bad_steps),
-            "train/empty_steps": float(totals.num_empty_steps),
             # Tokens that went through the model: a shared prompt once, no episode without signal.
             "train/computed_tokens": num_computed,
             "train/tokens_per_second": num_computed / seconds,
@@ -533,21 +389,7 @@ class Learner:
         }
         if self.config.loss.beta > 0:
             metrics["train/beta"] = self.beta.value
-        for name, values in (
-            ("loss", totals.losses),
-            ("grad_norm", totals.grad_norms),
-            ("train/update_ratio", totals.update_ratios),
-        ):
-            if values:
-                metrics[name] = sum(values) / len(values)
-        sums = dict(totals.sums)
-        num_tokens = sums.pop("num_tokens", 0.0)
-        if num_tokens:
-            weight, squared = sums.pop("importance"), sums.pop("importance_squared")
-            metrics["mismatch/ess"] = weight**2 / (num_tokens * squared)
-            metrics["mismatch/max"] = totals.max_abs_diff
-            metrics |= {name: value / num_tokens for name, value in sums.items()}
-        return metrics
+        return metrics | totals.metrics()
 
     def _matmul_peak(self) -> float:
         """Operations per second of all ranks; measured once, by all at the same time."""
