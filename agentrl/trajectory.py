@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from agentrl.types import Completion, FinishReason, Message, StopReason, Task
 
 
 class AlignmentError(ValueError):
     """Tokens, logprobs or versions that do not belong together."""
+
+
+class TrajectoryFileError(ValueError):
+    """A file of trajectories that cannot be read, by its line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +170,38 @@ class Trajectory:
             "versions": self.versions,
         }
 
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            AlignmentError: the columns do not belong together.
+            KeyError: a field is missing.
+        """
+        tape = cls(record["id"])
+        tape.token_ids, tape.logprobs = record["token_ids"], record["logprobs"]
+        tape.loss_mask = [bool(sampled) for sampled in record["loss_mask"]]
+        tape.versions, tape.segment_starts = record["versions"], record["segment_starts"]
+        # Records of older versions have turns without a reward.
+        names = ("start", "end", "finish_reason", "reward")
+        tape.turns = [Turn(**dict(zip(names, turn, strict=False))) for turn in record["turns"]]
+        tape.messages = [Message.from_dict(message) for message in record["messages"]]
+        tape.reward, tape.rewards = record["reward"], record["rewards"]
+        reason = record["stop_reason"]
+        tape.stop_reason = None if reason is None else StopReason(reason)
+        tape.error = record["error"]
+        tape.metrics, tape.timings = record["metrics"], record["timings"]
+        tape._require_alignment()
+        return tape
+
+    def _require_alignment(self) -> None:
+        sampled = [t for turn in self.turns for t in range(turn.start, turn.end)]
+        if sampled != [t for t, trained in enumerate(self.loss_mask) if trained]:
+            raise AlignmentError("the loss mask is not that of the turns")
+        for name in ("loss_mask", "logprobs", "versions"):
+            if (length := len(getattr(self, name))) != len(self):
+                raise AlignmentError(f"{len(self)} tokens came with {length} {name}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
@@ -181,7 +217,7 @@ class TrajectoryGroup:
         return [trajectory.reward for trajectory in self.trajectories]
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready record of everything but the task's `info`."""
+        """A JSON-ready record of everything but the task's `prompt` and `info`."""
         return {
             "id": self.id,
             "task": self.task.id,
@@ -189,6 +225,19 @@ class TrajectoryGroup:
             "answer": self.task.answer,
             "trajectories": [trajectory.to_dict() for trajectory in self.trajectories],
         }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`; the task is what it holds of it: id, env and answer.
+
+        Raises:
+            AlignmentError, KeyError: see `Trajectory.from_dict`.
+        """
+        return cls(
+            id=record["id"],
+            task=Task(id=record["task"], env=record["env"], answer=record["answer"]),
+            trajectories=[Trajectory.from_dict(each) for each in record["trajectories"]],
+        )
 
     @property
     def has_signal(self) -> bool:
@@ -203,3 +252,25 @@ def write_groups(path: Path, groups: Sequence[TrajectoryGroup]) -> None:
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for group in groups:
             file.write(json.dumps(group.to_dict(), ensure_ascii=False, default=str) + "\n")
+
+
+def read_groups(path: Path) -> list[TrajectoryGroup]:
+    """The inverse of `write_groups`: all that `TrajectoryGroup.to_dict` says, to the last bit.
+
+    Raises:
+        TrajectoryFileError: a line holds no group, or the file cannot be read.
+    """
+    groups = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    groups.append(TrajectoryGroup.from_dict(json.loads(line)))
+                except (ValueError, KeyError, TypeError) as error:
+                    cause = f"{type(error).__name__}: {error}"
+                    raise TrajectoryFileError(
+                        f"{path}, line {number}: no group, {cause}"
+                    ) from error
+    except OSError as error:
+        raise TrajectoryFileError(f"{path}: {error.strerror}") from error
+    return groups

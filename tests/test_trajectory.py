@@ -1,13 +1,22 @@
 """The tape: two doors, columns of one length, and the parts of it that are trained."""
 
 import json
+import string
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentrl.trajectory import AlignmentError, Trajectory, TrajectoryGroup, write_groups
-from agentrl.types import Completion, Message, Task
+from agentrl.trajectory import (
+    AlignmentError,
+    Trajectory,
+    TrajectoryFileError,
+    TrajectoryGroup,
+    Turn,
+    read_groups,
+    write_groups,
+)
+from agentrl.types import Completion, Message, StopReason, Task, ToolCall
 
 
 def completion(ids, logprobs=None, finish_reason="stop", version=0):
@@ -136,5 +145,124 @@ def test_any_text_an_env_says_can_be_written_and_read_back(tmp_path):
     tape.messages.append(Message(role="user", content="北京 \ud800 é"))
     group = TrajectoryGroup(id="g", task=Task(id="t"), trajectories=[tape])
     write_groups(tmp_path / "groups.jsonl", [group])
-    record = json.loads((tmp_path / "groups.jsonl").read_text(encoding="utf-8"))
-    assert record["trajectories"][0]["messages"][0]["content"] == "北京 \ud800 é"
+    (read,) = read_groups(tmp_path / "groups.jsonl")
+    assert read.trajectories[0].messages[0].content == "北京 \ud800 é"
+
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+named_numbers = st.dictionaries(st.text(string.ascii_lowercase, max_size=3), numbers, max_size=2)
+call = st.builds(
+    ToolCall,
+    id=st.text(),
+    name=st.text(),
+    arguments=st.dictionaries(st.text(), st.text() | st.none() | st.integers(), max_size=2),
+)
+message = st.builds(
+    Message,
+    role=st.sampled_from(["system", "user", "assistant", "tool"]),
+    content=st.text(),
+    reasoning=st.none() | st.text(),
+    tool_calls=st.lists(call, max_size=2).map(tuple),
+    tool_call_id=st.none() | st.text(),
+    name=st.none() | st.text(),
+)
+
+
+@st.composite
+def trajectories(draw):
+    tape = Trajectory(id=draw(st.text()))
+    tape.observe([1, 2])
+    for kind in draw(st.lists(st.sampled_from(["observe", "act", "segment"]), max_size=6)):
+        ids = draw(st.lists(st.integers(0, 300_000), max_size=4))
+        if kind != "act":
+            tape.observe(ids, new_segment=kind == "segment")
+            continue
+        logprobs = [draw(st.floats(max_value=0.0, allow_infinity=False)) for _ in ids]
+        reason = draw(st.sampled_from(["stop", "length", "abort"]))
+        tape.act(completion(ids, logprobs, reason, draw(st.integers(0, 9))))
+    tape.turns = [
+        Turn(start=t.start, end=t.end, finish_reason=t.finish_reason, reward=draw(numbers))
+        for t in tape.turns
+    ]
+    tape.messages = draw(st.lists(message, max_size=2))
+    tape.reward, tape.rewards = draw(st.none() | numbers), draw(named_numbers)
+    tape.metrics, tape.timings = draw(named_numbers), draw(named_numbers)
+    tape.stop_reason = draw(st.none() | st.sampled_from(StopReason))
+    tape.error = draw(st.text())
+    return tape
+
+
+group = st.builds(
+    TrajectoryGroup,
+    id=st.text(),
+    task=st.builds(Task, id=st.text(), env=st.text(), answer=st.none() | st.text() | numbers),
+    trajectories=st.lists(trajectories(), max_size=2),
+)
+
+
+def everything(tape):
+    return {name: getattr(tape, name) for name in Trajectory.__slots__}
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(group, max_size=2))
+def test_groups_are_read_back_as_they_were_written(tmp_path_factory, groups):
+    """To the last bit of every logprob: a replay computes what the run did."""
+    path = tmp_path_factory.getbasetemp() / "groups.jsonl"
+    write_groups(path, groups)
+    read = read_groups(path)
+    assert [(g.id, g.task) for g in read] == [(g.id, g.task) for g in groups]
+    assert [[everything(tape) for tape in g.trajectories] for g in read] == [
+        [everything(tape) for tape in g.trajectories] for g in groups
+    ]
+
+
+def recorded(tmp_path, **changes):
+    """A file of one group of one trajectory, whose record differs in `changes`."""
+    tape = prompted()
+    tape.act(completion([7, 8]))
+    record = TrajectoryGroup(id="g", task=Task(id="t"), trajectories=[tape]).to_dict()
+    record["trajectories"][0].update(changes)
+    path = tmp_path / "groups.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    return path
+
+
+def test_turns_recorded_before_they_had_rewards_are_read_with_reward_0(tmp_path):
+    (read,) = read_groups(recorded(tmp_path, turns=[[3, 5, "stop"]]))
+    assert read.trajectories[0].turns == [Turn(start=3, end=5, finish_reason="stop", reward=0.0)]
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("{", "JSONDecodeError"),
+        ("\xff", "UnicodeDecodeError"),
+        ('{"id": "g"}', "KeyError: 'task'"),
+        ("[]", "TypeError"),
+        ("", "JSONDecodeError"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, cause):
+    path = recorded(tmp_path)
+    path.write_bytes(path.read_bytes() + line.encode("latin-1") + b"\n")
+    with pytest.raises(TrajectoryFileError, match=rf"groups.jsonl, line 2: no group, {cause}"):
+        read_groups(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"logprobs": [0.0]}, "5 tokens came with 1 logprobs"),
+        ({"loss_mask": [0, 0, 1, 1, 1]}, "the loss mask is not that of the turns"),
+        ({"turns": [[3, 4, "stop"]]}, "the loss mask is not that of the turns"),
+    ],
+)
+def test_columns_that_do_not_belong_together_are_refused(tmp_path, changes, cause):
+    with pytest.raises(TrajectoryFileError, match=f"line 1: no group, AlignmentError: {cause}"):
+        read_groups(recorded(tmp_path, **changes))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(TrajectoryFileError, match=r"none\.jsonl: No such file"):
+        read_groups(tmp_path / "none.jsonl")
