@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from agentrl.config import RunConfig
 from agentrl.trajectory import TrajectoryGroup
@@ -33,6 +34,8 @@ from train.preparation import Minibatch, Preparation, Row
 from train.ranks import Ranks
 from train.totals import Totals
 from train.weights import adapter_weights, full_weights, merged_weights
+
+_MOST = 0.5  # of the tokens; corrections are for the few
 
 
 class TrainingError(RuntimeError):
@@ -72,6 +75,11 @@ class Learner:
         self._bad_steps = 0  # in a row
         # Colocated servers get the memory of the optimizer's state between two updates.
         self._lends_memory = config.sglang.colocate and accelerator.device.type == "cuda"
+        if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
+            # Accelerate's own policy would round log probabilities and sums of gradients, too.
+            accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
         self._reference = None
         if config.loss.beta > 0 and config.lora is None:
             reference = copy.deepcopy(model).requires_grad_(False)
@@ -142,8 +150,7 @@ class Learner:
         self.version += bool(totals.grad_norms)
         end = time.perf_counter()
         metrics = self._metrics(totals, minibatches, end - start, end - prepared)
-        if "kl" in metrics:
-            self.beta.step(metrics["kl"])
+        self.beta.step(metrics.get("kl"))
         return metrics | {"time/logprob": prepared - start, "time/update": end - prepared}
 
     @contextmanager
@@ -305,7 +312,9 @@ class Learner:
                 sums[name] = sums[name] + value if name in sums else value
         loss, *values = self.ranks.sum(torch.stack([loss_sum, *sums.values()])).tolist()
         step = dict(zip(sums, values, strict=True))
-        self._check_mismatch(step["mismatch/abs_diff"] / max(step["num_tokens"], 1))
+        num_tokens = max(step["num_tokens"], 1)
+        self._check_mismatch(step["mismatch/abs_diff"] / num_tokens)
+        self._check_correction(step.get("mismatch/clip_frac", 0.0) / num_tokens)
         return loss, step, float(self.ranks.max(max_abs_diff))
 
     def _loss_inputs(self, row: Row, forward: PolicyOutput, batch: Batch) -> LossInputs:
@@ -346,6 +355,15 @@ class Learner:
                 f"learner and engine differ by {mismatch:.3g} nats per token; over "
                 f"{self.config.loss.warn_mismatch:g} (loss.warn_mismatch) the samples are "
                 "noticeably off-policy",
+                stacklevel=2,
+            )
+
+    def _check_correction(self, clipped: float) -> None:
+        if clipped > _MOST:
+            warnings.warn(
+                f"{clipped:.0%} of the tokens are truncated or masked by loss."
+                f"importance_sampling_mode={self.config.loss.importance_sampling_mode}: differences "
+                "add up over a sequence, take a token_ mode, or widen the bounds",
                 stacklevel=2,
             )
 
