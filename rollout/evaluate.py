@@ -15,6 +15,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -22,27 +23,15 @@ from statistics import mean, stdev
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from agentrl.config import ConfigError, RunConfig
-from agentrl.config_file import fresh_folder, load_config, make_config, parse_overrides
-from agentrl.env import EnvNotFound
-from agentrl.models import ModelError
-from agentrl.protocols import EngineDied
-from agentrl.renderer import RendererError
+from agentrl.config_file import fresh_folder
 from agentrl.summary import summarize
 from agentrl.trajectory import TrajectoryGroup, write_groups
-from rollout.engines.local_load import load_engine
-from rollout.manager import RolloutError, RolloutManager
-from rollout.setups import (
-    eval_draws,
-    load_rubrics,
-    make_renderers,
-    make_setups,
-    open_envs,
-    preflight,
-)
+from rollout.embedded import add_config_arguments, embedded_rollouts, exit_code, read_config
+from rollout.faults import RolloutError
+from rollout.setups import eval_draws, open_envs
 from rollout.tasks import TaskStream
 
 
@@ -53,37 +42,21 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML file")
     parser.add_argument(
         "--output", metavar="DIR", default="runs/evaluation", help="gets the figures and episodes"
     )
     parser.add_argument("--pass-reward", type=float, default=1.0, help="an episode's, to pass")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_config_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
-    try:
-        config = (
-            load_config(options.config, options.overrides)
-            if options.config
-            else make_config(parse_overrides(options.overrides))
-        )
-        if config.eval.num_tasks == 0:
-            raise ConfigError("eval.num_tasks is 0: say how many tasks to play")
-        if config.rollout.engine == "sglang":
-            raise ConfigError(
-                "rollout.engine=sglang: an evaluation brings no weights to servers and samples in "
-                "its own process; write rollout.engine=local"
-            )
-        folder = fresh_folder(Path(options.output), "evaluation.json")
-        groups = play(config)
-    except (ConfigError, EnvNotFound, RendererError, ModelError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (RolloutError, EngineDied) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
+    return exit_code(partial(evaluate, options))
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    config = read_config(options)
+    if config.eval.num_tasks == 0:
+        raise ConfigError("eval.num_tasks is 0: say how many tasks to play")
+    folder = fresh_folder(Path(options.output), "evaluation.json")
+    groups = play(config)
     figures = evaluation(groups, options.pass_reward)
     (folder / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     write_groups(folder / "trajectories.jsonl", groups)
@@ -96,39 +69,24 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     console.print(table)
     console.print(f"episodes and figures: {folder}")
-    return 0
 
 
 def play(config: RunConfig) -> list[TrajectoryGroup]:
     """The groups of the held-out tasks, one per task."""
     envs = open_envs(config.eval_envs)
-    console = Console(stderr=True)
-    for line in preflight(envs, config.rollout.env_timeout_s):
-        console.print(line, soft_wrap=True, markup=False)
     try:
-        draws, rubrics = eval_draws(config, envs), load_rubrics(config)
+        draws = eval_draws(config, envs)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    engine, tokenizer = load_engine(config.model.name_or_path, config.rollout)
-    renderers = make_renderers(config, envs, tokenizer)
-    console.print(f"engine: local (rollout.engine={config.rollout.engine})")
-    for line in dict.fromkeys(renderer.probe() for renderer in renderers.values()):
-        console.print(line)
-    with Progress(console=console) as progress:
-        bar = progress.add_task(
-            "episodes", total=config.eval.num_tasks * config.eval.num_generations
-        )
-        with RolloutManager(
-            engine=engine,
-            envs=make_setups(config, renderers, rubrics),
-            config=config.rollout.model_copy(update={"prompts_per_step": 1, "oversampling": 1.0}),
-            tasks=TaskStream(None, 0),  # never drawn from
-            eval_config=config.eval,
-            eval_draws=draws,
-            seed=config.seed,
-            on_episode=lambda _: progress.advance(bar),
-        ) as rollouts:
-            groups = rollouts.evaluate()
+    with embedded_rollouts(
+        config,
+        envs,
+        rollout=config.rollout.model_copy(update={"prompts_per_step": 1, "oversampling": 1.0}),
+        tasks=TaskStream(None, 0),  # never drawn from
+        eval_draws=draws,
+        num_episodes=config.eval.num_tasks * config.eval.num_generations,
+    ) as rollouts:
+        groups = rollouts.evaluate()
     assert groups is not None, "a local engine never loses its weights"
     episodes = [episode for group in groups for episode in group.trajectories]
     if all(episode.reward is None for episode in episodes):
