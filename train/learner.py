@@ -77,7 +77,8 @@ class Learner:
         self._lends_memory = config.sglang.colocate and accelerator.device.type == "cuda"
         if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
             # Accelerate's own policy would round log probabilities and sums of gradients, too.
-            accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            plugin: Any = accelerator.state.fsdp_plugin
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32
             )
         self._reference = None
