@@ -48,9 +48,5 @@ def _attend(
     attend: Attend,
     **_: Any,
 ) -> tuple[Any, None]:
-    if getattr(module, "sliding_window", None) is not None:
-        raise ValueError(
-            f"{type(module).__name__} uses a sliding window, which is not supported yet"
-        )
     # transformers wants [1, T, heads, head dim] back.
     return attend(module.layer_idx, query, key, value, scaling).transpose(1, 2), None

@@ -28,23 +28,52 @@ def locate_model(name: str) -> str:
     return str(_smollm2()) if name == SMOLLM2 else name
 
 
-def require_plain_head(model: Any, name: str) -> None:
-    """Learner and engine apply the head themselves: logits are hidden @ head.T and nothing else.
+def require_plain(model: Any, name: str) -> None:
+    """Learner and engine attend and apply the head themselves, in the plain way.
 
     Raises:
-        ModelError: the model does more.
+        ModelError: the model does more than softmax(query @ key.T * scaling) over all tokens
+            before, or than hidden @ head.T.
     """
     config = model.config.get_text_config()
-    head = model.get_output_embeddings()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"])
+    window = getattr(config, "sliding_window", None)
     odd = [
         key
-        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        for key in (
+            "final_logit_softcapping",
+            "logit_scale",
+            "logits_scaling",
+            "attn_logit_softcapping",
+        )
         if getattr(config, key, None) not in (None, 1, 1.0)
     ]
-    if getattr(head, "bias", None) is not None:
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
         odd.append("a bias of the head")
+    slides = window is not None and window < config.max_position_embeddings
+    if slides and "sliding_attention" in kinds:
+        odd.append(f"sliding_window={window}")
+    odd += sorted(kinds - {"full_attention", "sliding_attention"})
+    if any(parameter.endswith(".sinks") for parameter, _ in model.named_parameters()):
+        odd.append("attention sinks")
+    if not model._supports_attention_backend:
+        odd.append("attention that transformers cannot exchange")
     if odd:
-        raise ModelError(f"{name!r} transforms its logits ({', '.join(odd)}): not supported yet")
+        raise ModelError(f"{name!r} is a model with {', '.join(odd)}: not supported yet")
+
+
+def linear_sizes(model: Any) -> dict[str, int]:
+    """Inputs + outputs of all linear layers of a name, those before the head: name -> sum.
+
+    Example:
+        linear_sizes(llama)  ->  {"q_proj": 32 * (4096 + 4096), "k_proj": 32 * (4096 + 1024), …}
+    """
+    sizes: dict[str, int] = {}
+    for path, module in model.get_decoder().named_modules():
+        if type(module).__name__ in ("Linear", "Conv1D"):
+            name = path.rpartition(".")[2]
+            sizes[name] = sizes.get(name, 0) + sum(module.weight.shape)
+    return sizes
 
 
 def _smollm2() -> Path:

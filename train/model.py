@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from typing import Any
 
 import torch
 from torch import nn
 
 from agentrl.attention import register_attention
-from agentrl.config import LoraConfig, ModelConfig
-from agentrl.models import SMOLLM2, ModelError, locate_model, require_plain_head
+from agentrl.config import ConfigError, LoraConfig, ModelConfig
+from agentrl.models import SMOLLM2, ModelError, linear_sizes, locate_model, require_plain
 
 
 def load_model(
@@ -17,15 +19,21 @@ def load_model(
 ) -> tuple[Any, Any]:
     """A causal language model in float32, without dropout, and its tokenizer.
 
+    With `lora` its weights are frozen, and peft's adapters stand beside them, which change nothing
+    yet.
+
+    Args:
+        seed: of the adapters.
+
     Raises:
         ModelError: it cannot be reached, lacks weights or a chat template, or computes its logits
             in a way that the learner does not.
+        ConfigError: it has no such `lora.target_modules`.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name = config.name_or_path
     path = locate_model(name)
-    torch.manual_seed(seed)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -47,12 +55,46 @@ def load_model(
             f"the tokenizer of {name!r} has no chat template; take an instruction-tuned model, or "
             "put a chat_template.jinja into its folder"
         )
-    require_plain_head(model, name)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the learner's logprobs must be the engine's
+    require_plain(model, name)
+    _end_dropout(model)
     if config.freeze_embeddings:
         model.get_input_embeddings().weight.requires_grad_(False)
+    if lora is not None:
+        model = _with_adapters(model, lora, seed)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, tokenizer
+
+
+def adapter_config(model: Any) -> str:
+    """What peft writes into `adapter_config.json`."""
+    return json.dumps(model.peft_config["default"].to_dict(), default=sorted)
+
+
+def _end_dropout(model: nn.Module) -> None:
+    """The learner's logprobs must be the engine's."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # some models call the function
+                setattr(module, name, 0.0)
+
+
+def _with_adapters(model: Any, lora: LoraConfig, seed: int) -> Any:
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError("lora needs the package peft: pip install -e '.[lora]'")
+    import peft
+
+    names = sorted(linear_sizes(model))
+    chosen = names if lora.target_modules == "all-linear" else sorted(set(lora.target_modules))
+    if unknown := sorted({*chosen} - {*names}):
+        raise ConfigError(
+            f"lora.target_modules: the model has no linear layers {', '.join(unknown)} before its "
+            f"head; it has {', '.join(names)}"
+        )
+    torch.manual_seed(seed)
+    adapters = peft.LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, target_modules=chosen, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, adapters)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from agentrl.protocols import SyncError, Weights
@@ -38,11 +37,15 @@ def full_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     Every rank of a sharded model must read all of them, in this order: each is gathered from all.
     """
+    for name, tensor in own_weights(model).items():
+        yield name, _full(tensor)
+
+
+def own_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The same names, with what this rank itself has of each: the tensors of the model."""
     tied = {clean_name(name) for name in model.all_tied_weights_keys}
-    for wrapped, tensor in model.state_dict().items():
-        name = clean_name(wrapped)
-        if name not in tied:
-            yield name, _full(tensor)
+    named = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
+    return {name: tensor for name, tensor in named.items() if name not in tied}
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -51,7 +54,7 @@ def merged_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     Each sum is a new tensor: the model's own stay as they are, bit for bit. Every rank must read
     all of them.
     """
-    layers = {name: m for name, m in model.named_modules() if hasattr(m, "get_delta_weight")}
+    layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
     tied = {clean_name(name) for name in model.all_tied_weights_keys}
     for wrapped, tensor in model.state_dict().items():
         name = clean_name(wrapped)
@@ -67,12 +70,19 @@ def merged_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def adapter_weights(model: Any, adapter: str = "default") -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of one LoRA adapter alone, as peft names them in `adapter_model.safetensors`."""
+    for name, tensor in own_adapter(model, adapter).items():
+        yield name, _full(tensor)
+
+
+def own_adapter(model: Any, adapter: str = "default") -> dict[str, torch.Tensor]:
+    """The same names, with what this rank itself has of each: the tensors of the model."""
+    named = {}
     for name, tensor in model.state_dict().items():
         parts = name.split(".")
         if _is_adapter(name) and adapter in parts:
             parts.remove(adapter)
-            kept = [part for part in parts if part not in _WRAPPERS]
-            yield ".".join(kept), _full(tensor)
+            named[".".join(part for part in parts if part not in _WRAPPERS)] = tensor
+    return named
 
 
 def checkpoint_shapes(folder: str | Path, tied: Collection[str] = ()) -> dict[str, list[int]]:
@@ -127,8 +137,11 @@ def _is_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
-def _delta(layer: nn.Module, adapter: str) -> torch.Tensor:
-    if adapter in getattr(layer, "lora_variant", {}):
+@torch.no_grad()
+def _delta(layer: Any, adapter: str) -> torch.Tensor:
+    if adapter in layer.lora_variant:
         raise SyncError(f"adapter {adapter!r} is more than plain LoRA; it cannot be merged")
-    with torch.no_grad():
-        return _full(layer.get_delta_weight(adapter))  # type: ignore[operator]
+    # Whole before they are multiplied: a product of shards is a sum that is yet to be made.
+    down, up = (_full(part[adapter].weight) for part in (layer.lora_A, layer.lora_B))
+    delta = up @ down * layer.scaling[adapter]
+    return delta.T if layer.fan_in_fan_out else delta

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.attention import register_attention
 from agentrl.config import RolloutConfig
-from agentrl.models import ModelError, locate_model, require_plain_head
+from agentrl.models import ModelError, locate_model, require_plain
 from rollout.engines.local import LocalEngine
 
 
@@ -53,7 +53,7 @@ def load_engine(name_or_path: str, config: RolloutConfig) -> tuple[LocalEngine, 
         raise ModelError(
             f"model.name_or_path={name_or_path!r} cannot be loaded: {error}"
         ) from error
-    require_plain_head(model, name_or_path)
+    require_plain(model, name_or_path)
     if torch.cuda.is_available():
         model.cuda()
     engine = LocalEngine(
