@@ -54,7 +54,7 @@ class LoraConfig(Section):
     """The rank."""
     alpha: float = Field(default=32.0, gt=0)
     """The adapter's product is scaled by alpha / r."""
-    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
     """Names of the layers that get adapters, such as q_proj; all-linear: all but the head."""
     sync: Literal["merged", "adapter"] = "merged"
     """What new weights are handed over as. adapter: the adapter alone, to SGLang servers only."""
@@ -292,6 +292,11 @@ class RunConfig(Section):
             for name, env in self.envs.items()
         }
 
+    @property
+    def sent_adapter(self) -> LoraConfig | None:
+        """The adapter that servers are sent in place of all weights; None: they are sent all."""
+        return self.lora if self.lora and self.lora.sync == "adapter" else None
+
     @field_validator("mix")
     @classmethod
     def _env_or_mix(
@@ -335,6 +340,11 @@ class RunConfig(Section):
                 "sglang.colocate=true lets either the servers or the learner work, "
                 f"rollout.max_staleness={self.rollout.max_staleness} lets both: set only one"
             )
+        if self.sglang.colocate and self.sent_adapter:
+            raise ValueError(
+                "sglang.colocate=true makes servers give up their weights at each step, and "
+                "lora.sync=adapter sends none but the adapter's: write lora.sync=merged"
+            )
         if splits * self.optim.num_iterations > 1 and self.loss.old_logprobs == "skip":
             raise ValueError(
                 "loss.old_logprobs=skip is exact for one optimizer step per batch only; with "
@@ -351,10 +361,11 @@ class RunConfig(Section):
                 f"loss.kl_in_reward=true needs an estimator that sees tokens: advantage.estimator="
                 f"{' or '.join(TOKEN_ESTIMATORS)}, not {advantage.estimator}"
             )
-        if advantage.estimator == "pass_at_k" and advantage.pass_k > self.rollout.num_generations:
+        if advantage.estimator == "pass_at_k" and advantage.pass_k >= self.rollout.num_generations:
             raise ValueError(
-                f"advantage.pass_k={advantage.pass_k} is more than "
-                f"rollout.num_generations={self.rollout.num_generations}"
+                f"advantage.pass_k={advantage.pass_k} must be less than "
+                f"rollout.num_generations={self.rollout.num_generations}: a group that is drawn "
+                "as a whole has one best reward, and nothing to compare it with"
             )
         if advantage.overlong_buffer_tokens > self.rollout.max_episode_tokens:
             raise ValueError(

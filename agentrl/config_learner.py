@@ -46,16 +46,18 @@ class AdvantageConfig(Section):
     level: Literal["episode", "turn"] = "episode"
     """turn: each turn is compared by the rewards from it on, discounted by gamma per turn."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """The discount: per turn with level=turn, per sampled token with gae."""
+    """The discount: per turn with level=turn; per sampled token with gae and
+    reinforce_plus_plus.
+    """
     lam: float = Field(default=0.95, ge=0, le=1)
     """Of gae: 1 trusts rewards alone, 0 the value of the next token alone."""
     whiten_advantages: bool = True
     """Of gae: shift and scale the batch's advantages to mean 0 and standard deviation 1."""
     pass_k: int = Field(default=4, ge=1)
-    """Of pass_at_k: the episodes of which the best one counts."""
+    """Of pass_at_k: the episodes of which the best one counts; less than num_generations."""
     length_penalty: Literal["none", "overlong", "relative"] = "none"
     """overlong: long episodes lose reward near max_episode_tokens (DAPO). relative: the longer ones
-    of a group do (Kimi k1.5).
+    of a group do, and the shorter ones gain where their reward is above its mean (Kimi k1.5).
     """
     length_penalty_weight: float = Field(default=1.0, gt=0)
     """What the penalty is multiplied by."""
@@ -68,6 +70,11 @@ class AdvantageConfig(Section):
             raise ValueError("length_penalty=overlong and overlong_buffer_tokens go together")
         if self.level == "turn" and self.estimator not in ("grpo", "rloo"):
             raise ValueError("level=turn goes with estimator=grpo or rloo")
+        discounts = self.level == "turn" or self.estimator in TOKEN_ESTIMATORS
+        if self.gamma != 1 and not discounts:
+            raise ValueError("gamma goes with level=turn, or estimator=gae or reinforce_plus_plus")
+        if self.scale_rewards != "group" and self.estimator != "grpo":
+            raise ValueError(f"scale_rewards goes with estimator=grpo, not {self.estimator}")
         return self
 
 
@@ -88,7 +95,9 @@ class LossConfig(Section):
     then mean over episodes. prompt_mean: over all tokens of a group, then over groups.
     """
     importance_sampling_level: Literal["token", "turn", "sequence"] = "token"
-    """What has a ratio of its own; with ppo, sequence is GSPO, turn its form for many turns."""
+    """What has a ratio of its own: a geometric mean, so that epsilon is about 3e-4 for a sequence.
+    With ppo, sequence is GSPO, turn its form for many turns.
+    """
     epsilon: float = Field(default=0.2, gt=0)
     """The ratio is clipped below at 1 - epsilon."""
     epsilon_high: float | None = Field(default=None, gt=0)
@@ -104,7 +113,7 @@ class LossConfig(Section):
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL to the reference model. 0: no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
-    """k3+: the value of k3 with the gradient of k2."""
+    """k3+: the value of k3 with the gradient of k2. k1 in the loss pulls nowhere on average."""
     kl_in_reward: bool = False
     """Take the KL off each token's reward instead of adding it to the loss."""
     beta_schedule: Literal["constant", "linear", "adaptive"] = "constant"
@@ -114,14 +123,14 @@ class LossConfig(Section):
     kl_target: float = Field(default=0.1, gt=0)
     """Of the adaptive schedule, in nats per token."""
     kl_horizon: int = Field(default=100, ge=1)
-    """Of the adaptive schedule: batches in which beta changes by 20 % at most."""
+    """Of the adaptive schedule: batches in which beta changes by about 20 % at most."""
     vf_coef: float = Field(default=0.1, gt=0)
     """Weight of the value head's loss, with advantage.estimator=gae."""
     cliprange_value: float = Field(default=0.2, gt=0)
     """How far a value may move from that before the update, likewise."""
     old_logprobs: Literal["skip", "recompute", "rollout"] = "skip"
-    """skip: the current ones, exact with one update per batch. rollout: the engine's.
-    recompute: the learner's, before the first update.
+    """skip: the current ones, exact with one update per batch. rollout: the engine's, with which
+    the ratio itself corrects for the engine. recompute: the learner's, before the first update.
     """
     importance_sampling_mode: Literal[
         "none",
@@ -131,9 +140,9 @@ class LossConfig(Section):
         "sequence_mask",
         "geometric_mask",
     ] = "token_truncate"
-    """How the learner's and the engine's probabilities are reconciled: weights up to the cap, or
-    no gradient outside of [min, cap] (token_mask: IcePop). sequence: of the product over a
-    sequence, geometric: of its mean per token.
+    """How the learner's and the engine's probabilities are reconciled: their ratio weighs, up to
+    the cap, or only within [min, cap] (token_mask: IcePop). sequence: the product over a sequence.
+    geometric: its mean per token, which wants bounds of about [0.999, 1.001].
     """
     importance_sampling_cap: float = Field(default=2.0, gt=0)
     """The largest weight."""
@@ -159,6 +168,16 @@ class LossConfig(Section):
             raise ValueError("kl_in_reward and beta_schedule need beta > 0")
         if self.loss_type == "reinforce" and self.importance_sampling_level != "token":
             raise ValueError("loss_type=reinforce has no ratio: importance_sampling_level=token")
+        if self.old_logprobs == "rollout":
+            if self.loss_type == "reinforce":
+                raise ValueError("loss_type=reinforce has no ratio: old_logprobs=skip or recompute")
+            if self.importance_sampling_mode not in ("none", "token_truncate"):
+                raise ValueError(
+                    f"importance_sampling_mode={self.importance_sampling_mode} needs "
+                    "old_logprobs=skip or recompute: with rollout the ratio itself corrects"
+                )
+        if self.delta is not None and self.loss_type != "ppo":
+            raise ValueError("delta needs loss_type=ppo")
         return self
 
 
