@@ -40,9 +40,7 @@ from agentrl.types import Message, Sampling
 from parts import (
     EngineKind,
     choose_engine,
-    make_accelerator,
     make_engine,
-    make_learner,
     make_probe,
     make_servers,
     num_local_ranks,
@@ -63,6 +61,7 @@ from rollout.launch import (
 from rollout.server import Fleet
 from rollout.setups import make_renderers, preflight
 from train.ranks import Ranks
+from train.setup import make_accelerator, make_learner
 from train.weight_sync.transports import choose_transport
 
 NEWEST_KNOWN = (0, 5, 23)  # release of SGLang whose sources were read

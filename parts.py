@@ -9,18 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import accelerate
 import torch
-from accelerate.utils import DistributedType
 
 from agentrl.config import ConfigError, RunConfig
 from agentrl.memory import num_concurrent
 from agentrl.models import locate_model
-from agentrl.protocols import Engine, Probe
+from agentrl.protocols import Engine, Probe, Transport
 from agentrl.renderer import Renderer
 from agentrl.types import Message
 from rollout.engines.local import LocalEngine
-from rollout.engines.local_load import engine_dtype, fast_dtype
+from rollout.engines.local_load import engine_dtype
 from rollout.engines.sglang import SGLangEngine
 from rollout.launch import context_length
 from rollout.manager import RolloutManager
@@ -28,18 +26,11 @@ from rollout.server import Fleet, make_fleet
 from rollout.setups import eval_draws, load_rubrics, make_setups, open_envs, train_tasks
 from train.display import EpisodeCount
 from train.learner import Learner
-from train.model import load_model
-from train.ranks import Ranks
+from train.model import adapted_layers, adapter_config, load_model
+from train.weight_sync.adapters import AdapterTransport
 from train.weight_sync.transports import make_transport
 
 EngineKind = Literal["sglang", "local"]
-
-SOUND_KINDS = (
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-    DistributedType.FSDP,
-)
 
 PROBE = "A farmer's 16 hens lay an egg a day each. How many eggs is that in a week?"
 PROBE_TOKENS = 16  # a CPU that cannot multiply bfloat16 takes 25 ms for each
@@ -47,37 +38,22 @@ PROBE_TOKENS = 16  # a CPU that cannot multiply bfloat16 takes 25 ms for each
 SYNC_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
 
-def mixed_precision(config: RunConfig) -> str:
-    """Of the learner's forward pass."""
-    if config.model.mixed_precision == "auto":
-        return "bf16" if fast_dtype() is torch.bfloat16 else "no"
-    return config.model.mixed_precision
-
-
 def choose_engine(config: RunConfig, num_gpus: int | None = None) -> EngineKind:
-    """What `rollout.engine` stands for here, or with so many GPUs."""
-    if config.rollout.engine != "auto":
-        return config.rollout.engine
-    num_gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
-    return "sglang" if num_gpus or config.sglang.urls else "local"
-
-
-def make_accelerator(config: RunConfig) -> accelerate.Accelerator:
-    """Where several processes were launched, this forms their group.
+    """What `rollout.engine` stands for here, or with so many GPUs.
 
     Raises:
-        ConfigError: the launcher asked for a kind of sharding that the learner does not do.
+        ConfigError: it cannot take the weights as `lora.sync` says.
     """
-    accelerator = accelerate.Accelerator(
-        mixed_precision=mixed_precision(config), log_with=list(config.report_to) or None
-    )
-    kind = accelerator.distributed_type
-    if kind not in SOUND_KINDS or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
+    kind = config.rollout.engine
+    if kind == "auto":
+        num_gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
+        kind = "sglang" if num_gpus or config.sglang.urls else "local"
+    if kind == "local" and config.sent_adapter:
         raise ConfigError(
-            f"accelerate was launched for {kind.value}: the learner trains in one process, with "
-            "DDP, or with FSDP2 (fsdp_version: 2, see configs/accelerate/)"
+            f"lora.sync=adapter needs SGLang servers, and rollout.engine={config.rollout.engine} "
+            "is the engine inside this process; write lora.sync=merged, or rollout.engine=sglang"
         )
-    return accelerator
+    return kind
 
 
 def num_local_ranks() -> int:
@@ -85,22 +61,12 @@ def num_local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def make_learner(
-    config: RunConfig, accelerator: accelerate.Accelerator, ranks: Ranks
-) -> tuple[Learner, Any]:
-    """The learner and its tokenizer."""
-    accelerate.utils.set_seed(config.seed)
-    ranks.lead(lambda: locate_model(config.model.name_or_path))  # fetched once
-    with ranks.together():
-        model, tokenizer = load_model(config.model, config.lora, seed=config.seed)
-    return Learner(model, config, accelerator, ranks), tokenizer
-
-
 def make_servers(config: RunConfig, learner: Learner, folder: Path) -> Fleet | None:
     """The servers of an SGLang engine, not started yet; None: the engine is embedded."""
     if choose_engine(config) == "local":
         return None
-    text = learner.model.config.get_text_config()
+    model, adapter = learner.model, config.sent_adapter
+    text = model.config.get_text_config()
     return make_fleet(
         config.sglang,
         model_path=locate_model(config.model.name_or_path),
@@ -112,6 +78,8 @@ def make_servers(config: RunConfig, learner: Learner, folder: Path) -> Fleet | N
         log_folder=folder / "logs",
         gpus=range(torch.cuda.device_count()),
         num_learner_gpus=num_local_ranks(),
+        lora_rank=adapter.r if adapter else 0,
+        lora_targets=adapted_layers(model) if adapter else (),
     )
 
 
@@ -120,28 +88,35 @@ def make_engine(config: RunConfig, learner: Learner, fleet: Fleet | None, folder
     if fleet is None:
         # Shards, and weights that adapters are added to, are no model to sample from.
         whole = not learner.is_sharded and config.lora is None
+        device = learner.accelerator.device
         return LocalEngine(
-            model if whole else load_model(config.model, None, seed=config.seed)[0],
+            model if whole else load_model(config.model)[0].to(device),
             num_slots=rollout.max_concurrent_generations,
             max_context_tokens=rollout.max_context_tokens,
             dtype=engine_dtype(rollout),
             share_weights=whole and rollout.max_staleness == 0,
         )
-    transport = make_transport(
-        config.sglang,
-        device=learner.accelerator.device,
-        model_path=locate_model(config.model.name_or_path),
-        tied=model.all_tied_weights_keys,
-        folder=folder / "weights",
-    )
     return SGLangEngine(
         fleet,
-        transport,
+        _transport(config, learner, folder / "weights"),
         config.sglang,
         run_id=learner.run_id,
         max_context_tokens=rollout.max_context_tokens,
         max_concurrent=num_concurrent(config),
         architecture=(model.config.architectures or [None])[0],
+    )
+
+
+def _transport(config: RunConfig, learner: Learner, folder: Path) -> Transport:
+    model = learner.model
+    if config.sent_adapter:
+        return AdapterTransport(config.sglang, adapter_config(model), folder)
+    return make_transport(
+        config.sglang,
+        device=learner.accelerator.device,
+        model_path=locate_model(config.model.name_or_path),
+        tied=model.all_tied_weights_keys,
+        folder=folder,
     )
 
 

@@ -38,15 +38,12 @@ from agentrl.renderer import Renderer, RendererError
 from doctor import Gpus, dry_run, examine
 from parts import (
     choose_engine,
-    make_accelerator,
-    make_learner,
     make_probe,
     make_rollouts,
     num_local_ranks,
     probe_tokens,
     unfit,
 )
-from rollout.engines.local_load import use_all_cores
 from rollout.launch import assign_gpus, find_interpreter
 from rollout.manager import RolloutError, RolloutManager
 from rollout.setups import make_renderers, open_envs, preflight
@@ -56,6 +53,7 @@ from train.learner import TrainingError
 from train.loop import train
 from train.ranks import RankFailed, Ranks
 from train.record import RunRecord
+from train.setup import make_accelerator, make_learner, use_all_cores
 from train.shared_rollouts import SharedRollouts
 
 BAD_INPUT = (ConfigError, EnvNotFound, RendererError, ModelError)
