@@ -1,4 +1,14 @@
-"""Checkpoints: complete or absent, in Hugging Face's format, with all an exact resume needs."""
+"""Checkpoints: complete or absent, written by all ranks, with all an exact resume needs.
+
+checkpoint-000012/
+    model*.safetensors, config.json, tokenizer.json, …   what `from_pretrained` loads
+    adapter_*                                            with LoRA, in place of the model
+    config.yaml                                          of the run
+    optimizer/                                           moments and value head, by name
+    random-00000.pt                                      a rank's random generators
+    state.pt                                             all else
+    complete.json                                        written last
+"""
 
 from __future__ import annotations
 
@@ -7,17 +17,32 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 
+from train.hf_folder import ADAPTER, MODEL, read_weights, write_config, write_weights
 from train.learner import Learner
+from train.learner_state import (
+    load_tensors,
+    random_state,
+    save_tensors,
+    set_random_state,
+    trained_parameters,
+)
+from train.model import adapter_config
+from train.ranks import Ranks
+from train.weights import adapter_weights, full_weights, own_adapter, own_weights
 
 _MARKER = "complete.json"  # written last: a folder without it is no checkpoint
 _POINTER = "latest"
+_STATE = "state.pt"
+_OPTIMIZER = "optimizer"
 
 
 class CheckpointError(RuntimeError):
@@ -44,74 +69,99 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/checkpoint-{step}`, point `latest` at it, and delete this run's older ones.
 
-    The states may hold tensors and plain values. Every rank calls it; the first one writes. A name
+    Every rank calls it; the states are rank 0's, and may hold tensors and plain values. A name
     that is taken gets a number; nothing is ever overwritten.
 
     Raises:
-        CheckpointError: the disk is full or refuses; nothing that was there before is lost.
+        CheckpointError: by all ranks, where the disk is full or refuses on any; nothing that was
+            there before is lost.
     """
-    folder = Path(folder)
-    final = _free_name(folder, f"checkpoint-{step:06d}")
-    if not learner.accelerator.is_main_process:
-        return final
+    folder, ranks = Path(folder), learner.ranks
     temporary = folder / f".writing-{learner.run_id}"
-    try:
-        _require_plain({"rollouts": rollouts_state, "metrics": metrics_state})
+    state = {
+        "step": step,
+        "learner": learner.state_dict(),
+        "parameters": list(trained_parameters(learner.policy)),
+        "rollouts": rollouts_state,
+        "metrics": metrics_state,
+    }
+
+    def begin() -> None:
+        _require_plain(state)
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        learner.model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        (temporary / _OPTIMIZER).mkdir(parents=True)
+
+    def finish() -> Path:
+        torch.save(state, temporary / _STATE)
         (temporary / "config.yaml").write_text(config_text, encoding="utf-8")
-        state = {
-            "step": step,
-            "learner": learner.state_dict(),
-            "rollouts": rollouts_state,
-            "metrics": metrics_state,
-        }
-        torch.save(state, temporary / "state.pt")
-        for file in temporary.iterdir():
-            _sync(file)
+        _sync_tree(temporary)
         marker = {"run_id": learner.run_id, "step": step, "time": time.time()}
         _write(temporary / _MARKER, json.dumps(marker))
         _sync(temporary)
+        final = _free_name(folder, f"checkpoint-{step:06d}")
         temporary.rename(final)
         _sync(folder)
         _write(folder / f".{_POINTER}", final.name)
         os.replace(folder / f".{_POINTER}", folder / _POINTER)
         _sync(folder)
-    except Exception as error:  # torch and safetensors wrap a full disk in errors of their own
-        raise CheckpointError(
-            f"checkpoint of step {step} could not be written to {folder}: {error}. Earlier "
-            "checkpoints are intact; free space or set another output_dir, then resume"
-        ) from error
+        return final
+
+    try:
+        with _one_error(
+            ranks,
+            f"checkpoint of step {step} could not be written to {folder}: {{}}. Earlier "
+            "checkpoints are intact; free space or set another output_dir, then resume",
+        ):
+            ranks.lead(begin)
+            with ranks.together():
+                if not temporary.is_dir():
+                    raise OSError(f"{folder} is not a folder that all ranks share")
+                own = _random_file(temporary, ranks)
+                torch.save(random_state(), own)
+                _sync(own)
+            _write_model(temporary, learner, tokenizer)
+            save_tensors(temporary / _OPTIMIZER, learner.policy, learner.optimizer, ranks.group)
+            final = ranks.lead(finish)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    _rotate(folder, final, learner)
+        if ranks.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+    keep = learner.config.checkpoint.save_total_limit
+    ranks.lead(lambda: _rotate(folder, final, learner.run_id, keep))
     return final
 
 
 def load_checkpoint(path: str | Path, learner: Learner) -> Checkpoint:
     """Put weights and state into `learner`, and return the rest.
 
+    Every rank calls it. Another number of ranks than wrote it, or another way of sharding, is as
+    good; only random generators go on where there were as many ranks.
+
     Raises:
-        CheckpointError: the folder is no complete checkpoint, or that of another model.
+        CheckpointError: by all ranks. The folder is no complete checkpoint, or another model's.
     """
-    path = Path(path)
+    path, ranks = Path(path), learner.ranks
+    with _one_error(ranks, f"checkpoint {path} cannot be resumed from: {{}}"):
+        with ranks.together():
+            require_complete(path)
+            state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+            _require_parameters(state["parameters"], learner)
+            if learner.config.lora:
+                read_weights(path, own_adapter(learner.model), ADAPTER)
+            else:
+                read_weights(path, own_weights(learner.model))
+        load_tensors(path / _OPTIMIZER, learner.policy, learner.optimizer, ranks.group)
+        learner.load_state_dict(state["learner"])
+        with ranks.together():
+            own = _random_file(path, ranks)
+            if own.exists():
+                set_random_state(torch.load(own, weights_only=True))
+    return Checkpoint(step=state["step"], rollouts=state["rollouts"], metrics=state["metrics"])
+
+
+def require_complete(path: Path) -> None:
+    """Raises CheckpointError where the folder is no complete checkpoint."""
     if _marker(path) is None:
         raise CheckpointError(f"{path} is no complete checkpoint: it has no readable {_MARKER}")
-    try:
-        weights: dict[str, torch.Tensor] = {}
-        for file in sorted(path.glob("*.safetensors")):
-            weights |= load_file(file)
-        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-        missing, unexpected = learner.model.load_state_dict(weights, strict=False)
-        differ = {*unexpected, *missing} - set(learner.model.all_tied_weights_keys)
-        if differ:
-            raise ValueError(f"weights of another model; differing: {sorted(differ)[:5]}")
-        learner.load_state_dict(state["learner"])
-    except Exception as error:
-        raise CheckpointError(f"checkpoint {path} cannot be resumed from: {error}") from error
-    return Checkpoint(step=state["step"], rollouts=state["rollouts"], metrics=state["metrics"])
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -138,6 +188,50 @@ def _marker(path: Path) -> str | None:
         return None
 
 
+def _write_model(folder: Path, learner: Learner, tokenizer: Any) -> None:
+    """What `from_pretrained` loads: of an adapter, where that is what is trained."""
+    ranks, model = learner.ranks, learner.model
+    lora = learner.config.lora is not None
+    weights = adapter_weights(model) if lora else full_weights(model)
+    with ranks.together():
+        write_weights(folder if ranks.is_main else None, weights, ADAPTER if lora else MODEL)
+
+    def write_rest() -> None:
+        if lora:
+            (folder / "adapter_config.json").write_text(adapter_config(model), encoding="utf-8")
+        else:
+            write_config(folder, model)
+        tokenizer.save_pretrained(folder)
+
+    ranks.lead(write_rest)
+
+
+@contextmanager
+def _one_error(ranks: Ranks, words: str) -> Iterator[None]:
+    """What fails in the block is a CheckpointError, and of all ranks where all of them know."""
+    try:
+        yield
+    except CheckpointException as error:  # by all ranks alike
+        first = min(error.failures)
+        cause = error.failures[first][0]
+        where = f"rank {first}: " if ranks.size > 1 else ""
+        raise ranks.alike(CheckpointError(words.format(f"{where}{cause}"))) from cause
+    except Exception as error:  # torch and safetensors wrap a full disk in errors of their own
+        failed = CheckpointError(words.format(error))
+        raise (ranks.alike(failed) if ranks.in_step(error) else failed) from error
+
+
+def _require_parameters(names: list[str], learner: Learner) -> None:
+    if differ := set(names) ^ set(trained_parameters(learner.policy)):
+        raise ValueError(
+            f"its optimizer state is that of other parameters; differing: {sorted(differ)[:5]}"
+        )
+
+
+def _random_file(folder: Path, ranks: Ranks) -> Path:
+    return folder / f"random-{ranks.rank:05d}-of-{ranks.size:05d}.pt"
+
+
 def _require_plain(state: dict[str, Any]) -> None:
     """Fail now, not at the resume, where a value could not be read back safely."""
     buffer = io.BytesIO()
@@ -156,15 +250,12 @@ def _free_name(folder: Path, name: str) -> Path:
     return path
 
 
-def _rotate(folder: Path, newest: Path, learner: Learner) -> None:
+def _rotate(folder: Path, newest: Path, run_id: str, limit: int) -> None:
     own = [
-        path
-        for path in folder.glob("checkpoint-*")
-        if path != newest and _marker(path) == learner.run_id
+        path for path in folder.glob("checkpoint-*") if path != newest and _marker(path) == run_id
     ]
     own.sort(key=lambda path: _read(path)["time"])
-    keep = learner.config.checkpoint.save_total_limit - 1
-    for path in own[: max(0, len(own) - keep)]:
+    for path in own[: max(0, len(own) - (limit - 1))]:
         (path / _MARKER).unlink()  # half deleted, it must not look complete
         shutil.rmtree(path)
 
@@ -174,6 +265,11 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import random
 import resource
 import time
 import uuid
@@ -14,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
@@ -194,64 +192,34 @@ class Learner:
             return self.policy(micro_batch, 1.0).logprobs.tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that an exact resume needs beside the weights: tensors and plain values only."""
-        algorithm, keys, *rest = np.random.get_state()
+        """Plain values, alike on all ranks; tensors and random generators are saved apart."""
         return {
             "run_id": self.run_id,
             "version": self.version,
             "bad_steps": self._bad_steps,
             "beta": self.beta.state_dict(),
-            "parameters": [n for n, p in self.model.named_parameters() if p.requires_grad],
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "rng": {
-                "python": random.getstate(),
-                "numpy": (algorithm, np.asarray(keys).tolist(), *rest),
-                "torch": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            },
+            "micro_batch_tokens": self._micro_batch_tokens,
+            "optimizer_steps": self.scheduler.last_epoch,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`; the weights are loaded apart.
-
-        Raises:
-            ValueError: the state is that of other trainable parameters.
-        """
-        names = [n for n, p in self.model.named_parameters() if p.requires_grad]
-        if state["parameters"] != names:
-            differ = sorted(set(state["parameters"]) ^ set(names))[:5]
-            raise ValueError(
-                f"the optimizer state is that of other parameters; differing: {differ}"
-            )
+        """Go on from `state_dict`, after the tensors were loaded; rates are those of the config."""
         self.run_id = state["run_id"]
         self.version = state["version"]
         self._bad_steps = state["bad_steps"]
         self.beta.load_state_dict(state["beta"])
-        self._load_optimizer(state["optimizer"], state["scheduler"]["last_epoch"])
+        if self._micro_batch_tokens == "auto":  # rows of another length round differently
+            self._micro_batch_tokens = state["micro_batch_tokens"]
         if self._lends_memory:
             move_optimizer_state(self.optimizer, "cpu")
-        rng = state["rng"]
-        random.setstate(rng["python"])
-        np.random.set_state(rng["numpy"])
-        torch.set_rng_state(rng["torch"])
-        if rng["cuda"]:
-            torch.cuda.set_rng_state_all(rng["cuda"])
-
-    def _load_optimizer(self, state: dict[str, Any], num_steps: int) -> None:
-        """Moments are those of the checkpoint; rates, schedule and decay are the config's."""
-        options = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        self.optimizer.load_state_dict(state)
-        self.scheduler.last_epoch = num_steps
+        num_steps = state["optimizer_steps"]
         rates = [
             base * factor(num_steps)
             for base, factor in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
         ]
-        for group, own, rate in zip(self.optimizer.param_groups, options, rates, strict=True):
-            group.update(own | {"lr": rate})
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.scheduler.last_epoch = num_steps
         self.scheduler._last_lr = rates
 
     def _forward(self, micro_batch: MicroBatch, **options: Any) -> PolicyOutput:
