@@ -140,8 +140,11 @@ def run(config: RunConfig, *, resume: bool) -> None:
     if not ranks.is_main:  # rank 0 is interrupted, and says so
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    with ranks.watched():
-        run_ranks(config, accelerator, ranks, resume=resume)
+    try:
+        with ranks.watched():
+            run_ranks(config, accelerator, ranks, resume=resume)
+    finally:
+        accelerator.end_training()  # ends connections, which the others must not hear of first
 
 
 def run_ranks(
@@ -197,8 +200,6 @@ def run_ranks(
         except BaseException as error:
             error.add_note(record.how_to_resume())
             raise
-        finally:
-            accelerator.end_training()
         if ranks.is_main:
             display.finish(record.summary())
 

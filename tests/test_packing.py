@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl.attention import register_attention
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, StopReason, Task
-from train.packing import Node, pack, single_sequence
+from train.packing import Node, counts, pack, single_sequence
 from train.policy import Policy
 
 
@@ -70,11 +75,13 @@ def test_a_group_lays_its_prompt_down_once():
     assert row.position_ids.tolist() == [0, 1, 2, 3, 2]
     assert row.previous.tolist() == [-1, 0, 1, 2, 1]
     assert row.trained.tolist() == [2, 3, 4]
-    assert row.trajectory_ids.tolist() == [0, 0, 1]
+    assert row.sampled_index.tolist() == [0, 1, 2]
+    assert row.sequence_ids.tolist() == [0, 0, 1]
+    assert row.turn_ids.tolist() == [0, 0, 1]
     assert row.trajectory_tokens.tolist() == [2, 2, 1]
-    assert row.versions.tolist() == [3, 3, 3]
+    assert row.group_tokens.tolist() == [3, 3, 3]
     assert row.layout == (Node(2, (Node(2), Node(1))),)
-    assert (batch.num_loss_tokens, batch.num_trajectories) == (3, 2)
+    assert (batch.num_loss_tokens, batch.num_trajectories, batch.num_groups) == (3, 2, 1)
 
 
 def test_exactly_the_sampled_tokens_are_trained():
@@ -118,6 +125,8 @@ def test_segments_of_a_trajectory_count_once():
     batch = pack_ones(group(trajectory))
     (row,) = batch.micro_batches
     assert row.layout == (Node(1, (Node(3), Node(2))),)
+    assert row.sequence_ids.tolist() == [0, 0, 1]
+    assert row.turn_ids.tolist() == [0, 0, 1]
     assert row.trajectory_tokens.tolist() == [3, 3, 3]
     assert (batch.num_loss_tokens, batch.num_trajectories) == (3, 1)
 
@@ -130,13 +139,20 @@ def test_unscored_trajectories_are_left_out_everywhere():
     assert len(batch.micro_batches[0].trained) == 1
 
 
-def test_zero_advantages_are_counted_but_not_computed():
+def test_episodes_without_advantage_are_counted_but_not_computed():
     groups = [group(tape([1], [2, 3]), tape([1], [4]))]
-    batch = pack(groups, [np.array([0.0, 0.7])], micro_batch_tokens=100)
+    advantages = np.array([0.0, 0.0, 0.7])
+    (batch,) = pack(groups, advantages, micro_batch_tokens=100)
     assert (batch.num_loss_tokens, batch.num_trajectories) == (3, 2)
     assert batch.micro_batches[0].input_ids.tolist() == [1, 4]
-    kept = pack(groups, [np.zeros(2)], micro_batch_tokens=100, keep_zero_advantages=True)
+    assert batch.micro_batches[0].sampled_index.tolist() == [2]
+    (kept,) = pack(groups, np.zeros(3), micro_batch_tokens=100, keep_zero_advantages=True)
     assert len(kept.micro_batches[0].trained) == 3
+
+
+def test_one_token_with_an_advantage_keeps_its_whole_episode():
+    (batch,) = pack([group(tape([1], [2, 3]))], np.array([0.0, 0.7]), micro_batch_tokens=100)
+    assert batch.micro_batches[0].advantages.tolist() == pytest.approx([0.0, 0.7])
 
 
 def test_masked_truncated_completions_stay_in_the_denominator():
@@ -180,9 +196,9 @@ def test_a_packed_sequence_has_the_logprobs_it_has_alone(model):
     (row,) = pack_ones(group(other), group(*members)).micro_batches
     with torch.no_grad():
         packed = Policy(model)(row, 1.0).logprobs
-        for trajectory_id, trajectory in enumerate([other, *members]):
+        for sequence_id, trajectory in enumerate([other, *members]):
             alone = Policy(model)(single_sequence(trajectory.token_ids), 1.0).logprobs
-            mine = packed[row.trajectory_ids == trajectory_id]
+            mine = packed[row.sequence_ids == sequence_id]
             torch.testing.assert_close(mine, alone[-len(mine) :], atol=1e-5, rtol=0)
     batch = pack_ones(group(*members))
     changed = [tape(prompt, [3] * 5), *members[1:]]
@@ -194,10 +210,149 @@ def test_a_packed_sequence_has_the_logprobs_it_has_alone(model):
 
 def test_packed_attention_equals_transformers_own(model):
     ids = torch.arange(11)[None]
-    reference = LlamaForCausalLM(model.config)
+    reference = LlamaForCausalLM(copy.deepcopy(model.config))
     reference.load_state_dict(model.state_dict())
     reference.set_attn_implementation("eager")
     with torch.no_grad():
         expected = reference(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         actual = Policy(model)(single_sequence(ids[0].tolist()), 1.0).logprobs
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+
+
+def sampled(min_size, max_size):
+    return st.lists(st.integers(0, 3), min_size=min_size, max_size=max_size)
+
+
+@st.composite
+def tapes(draw):
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        parts += [draw(sampled(1, 4)), draw(sampled(0, 4))]
+    begins = {index for index in range(2, len(parts), 2) if draw(st.booleans())}
+    reward = draw(st.sampled_from([1.0, 0.0, None, float("nan")]))
+    return tape(*parts, reward=reward, new_segments=begins)
+
+
+batches = st.lists(st.lists(tapes(), min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def expected_columns(groups, advantages, first_index):
+    """Every token to be trained, by `sampled_index`, from the tapes alone."""
+    expected, index, turn_id, sequence_id = {}, 0, 0, 0
+    for g in groups:
+        members = [t for t in g.trajectories if counts(t)]
+        of_group = sum(sum(t.loss_mask) for t in members)
+        for t in members:
+            start, own = index, []
+            for part in t.segments():
+                for place in range(part.start, part.stop):
+                    if t.loss_mask[place]:
+                        turn = next(n for n, x in enumerate(t.turns) if x.start <= place < x.end)
+                        context = tuple(t.token_ids[part.start : place + 1])
+                        columns = (turn_id + turn, sum(t.loss_mask), of_group)
+                        own.append((context, *columns, sequence_id))
+                        index += 1
+                sequence_id += 1
+            if np.any(advantages[start:index]):
+                expected |= {first_index + start + n: column for n, column in enumerate(own)}
+            else:
+                sequence_id -= len(list(t.segments()))
+            turn_id += len(t.turns)
+    return expected
+
+
+def found_columns(ranks):
+    """Likewise from packed rows; no token may come twice."""
+    found = {}
+    for row in (row for batch in ranks for row in batch.micro_batches):
+        for n, place in enumerate(row.trained.tolist()):
+            context, at = [], place
+            while at >= 0:
+                context.append(int(row.input_ids[at]))
+                assert int(row.position_ids[at]) == int(row.position_ids[place]) - len(context) + 1
+                at = int(row.previous[at])
+            index = int(row.sampled_index[n])
+            assert index not in found
+            found[index] = (
+                tuple(reversed(context)),
+                int(row.turn_ids[n]),
+                int(row.trajectory_tokens[n]),
+                int(row.group_tokens[n]),
+                int(row.sequence_ids[n]),
+            )
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=batches,
+    num_ranks=st.integers(1, 5),
+    block=st.sampled_from([1, 2, 4]),
+    share_prefixes=st.booleans(),
+    first_index=st.sampled_from([0, 17]),
+    spare=st.integers(0, 30),
+    seed=st.integers(0, 9),
+)
+def test_every_sampled_token_is_trained_once_with_its_own_columns_on_some_rank(
+    batch, num_ranks, block, share_prefixes, first_index, spare, seed
+):
+    """F080, F087: however many ranks, rows and segments there are."""
+    groups = [group(*members) for members in batch]
+    members = [t for g in groups for t in g.trajectories if counts(t)]
+    lengths = [part.stop - part.start for t in members for part in t.segments()]
+    budget = max(lengths, default=1) + spare
+    rng = np.random.default_rng(seed)
+    advantages = np.concatenate(
+        [np.full(t.num_sampled_tokens, rng.integers(-1, 2)) for t in members] or [np.zeros(0)]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.packing.SHARED_BLOCK", block)
+        ranks = pack(
+            groups,
+            advantages,
+            micro_batch_tokens=budget,
+            num_ranks=num_ranks,
+            first_index=first_index,
+            share_prefixes=share_prefixes,
+        )
+    expected = expected_columns(groups, advantages, first_index)
+    assert found_columns(ranks) == expected
+    rows = [batch.micro_batches for batch in ranks]
+    assert len({len(shard) for shard in rows}) == 1  # or some ranks would wait for others
+    assert bool(rows[0]) == bool(expected)  # no rank works where nothing is to be learnt
+    for row in (row for shard in rows for row in shard):
+        assert len(row.input_ids) <= budget
+        assert row.advantages.tolist() == [
+            advantages[n - first_index] for n in row.sampled_index.tolist()
+        ]
+    homes = Counter(
+        (rank, number, sequence)
+        for rank, shard in enumerate(rows)
+        for number, row in enumerate(shard)
+        for sequence in set(row.sequence_ids.tolist())
+    )
+    assert len(homes) == len({sequence for *_, sequence in expected.values()})  # none is split
+    for one in ranks:
+        assert one.num_loss_tokens == len(advantages)
+        assert one.num_trajectories == len(members)
+        assert one.num_groups == sum(any(counts(t) for t in g.trajectories) for g in groups)
+
+
+def test_ranks_get_about_as_many_tokens_and_as_many_rows():
+    """F080: five long sequences and five short ones; what is missing becomes rows untrained."""
+    long = [group(tape([9] * 40, [n] * 55)) for n in range(5)]
+    short = [group(tape([1] * 5, [n] * 15)) for n in range(5)]
+    ranks = pack(
+        [*long, *short], np.ones(5 * 70), micro_batch_tokens=100, num_ranks=2, share_prefixes=False
+    )
+    tokens = [sum(len(row.input_ids) for row in batch.micro_batches) for batch in ranks]
+    assert len(ranks[0].micro_batches) == len(ranks[1].micro_batches)
+    assert abs(tokens[0] - tokens[1]) <= 95 and sum(tokens) >= 5 * 95 + 5 * 20
+
+
+def test_ranks_without_sequences_get_rows_without_trained_tokens():
+    """F080, F087: fewer sequences than ranks."""
+    ranks = pack([group(tape([1], [2, 3]))], np.ones(2), micro_batch_tokens=10, num_ranks=3)
+    trained = [[len(row.trained) for row in batch.micro_batches] for batch in ranks]
+    assert sorted(trained) == [[0], [0], [2]]
+    assert [batch.num_loss_tokens for batch in ranks] == [2, 2, 2]

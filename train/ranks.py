@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +25,10 @@ T = TypeVar("T")
 _PATIENCE = timedelta(days=7)  # for rank 0 while it plays episodes, which have limits of their own
 _FAILED = "failed"
 _GRACE_S = 10.0  # for a rank to end by itself after another one failed
+_POLL_S = 1.0
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_SILENT = "another rank ended without a word, as one does that the system kills"
+_MAIN_SILENT = "rank 0 ended without a word"
 
 
 class RankFailed(RuntimeError):
@@ -46,12 +50,18 @@ class Ranks:
         self.size = dist.get_world_size() if formed else 1
         self.agreed: BaseException | None = None  # the last error that all ranks raised alike
         self._objects: Any = None
+        self._heard: str | None = None  # which rank failed, and why
         if self.size > 1:
             self._objects = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The one that objects travel over; None: alone."""
+        return self._objects
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._reduce(tensor, dist.ReduceOp.SUM)
@@ -140,26 +150,37 @@ class Ranks:
         watcher.start()
         try:
             yield
+            self.gather(None)  # rank 0 keeps the store until all are done
         except BaseException as error:
-            # The first failure stays; what follows from it is not worth a word.
-            first = store.compare_set(_FAILED, "", self._tell(error)).decode()
-            if first == self._tell(error) or isinstance(error, RankFailed | KeyboardInterrupt):
+            if self.in_step(error):
+                raise
+            first = self._first_failure(store, error)
+            if self.is_main:
+                time.sleep(2 * _POLL_S)  # the others hear of it before their connections break
+            if first.startswith(f"rank {self.rank} "):
                 raise
             raise RankFailed(first) from error
         finally:
             done.set()
             watcher.join()  # at the end of the process it must not be inside the store
 
+    def _first_failure(self, store: TCPStore, error: BaseException) -> str:
+        """What all ranks name; what follows from it is not worth a word."""
+        try:
+            return self._heard or store.compare_set(_FAILED, "", self._tell(error)).decode()
+        except dist.DistNetworkError:
+            return self._heard or _MAIN_SILENT
+
     def _watch(self, store: TCPStore, done: threading.Event) -> None:
-        while not done.wait(1.0):
+        while not done.wait(_POLL_S):
             try:
                 if not store.check([_FAILED]):
                     continue
-                failure = store.get(_FAILED).decode()
-            except RuntimeError:
-                failure = "rank 0 ended without a word"
+                self._heard = store.get(_FAILED).decode()
+            except dist.DistNetworkError:
+                self._heard = _MAIN_SILENT
             if not done.wait(_GRACE_S):
-                print(f"error: rank {self.rank} ends, for {failure}", file=sys.stderr, flush=True)
+                print(f"error: rank {self.rank} ends: {self._heard}", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _open_store(self) -> TCPStore:
@@ -173,11 +194,11 @@ class Ranks:
 
     def _tell(self, error: BaseException) -> str:
         if isinstance(error, KeyboardInterrupt):
-            return "KeyboardInterrupt"
+            return f"rank {self.rank} was interrupted"
         if isinstance(error, RankFailed):
             return str(error)
         if any(sign in str(error) for sign in _BROKEN):
-            return "another rank ended without a word, as one does that the system kills"
+            return _SILENT
         return f"rank {self.rank} failed: {type(error).__name__}: {error}"
 
     def _sendable(self, error: BaseException) -> BaseException:
