@@ -52,7 +52,7 @@ class LoraConfig(Section):
 
     r: int = Field(default=16, ge=1)
     """The rank."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: int = Field(default=32, ge=1)
     """The adapter's product is scaled by alpha / r."""
     target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
     """Names of the layers that get adapters, such as q_proj; all-linear: all but the head."""

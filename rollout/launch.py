@@ -121,6 +121,8 @@ class Launch:
     log_folder: Path  # of `sglang-<n>.log`, one per server
     gpus: Sequence[int] = ()  # as torch counts them; none: the servers compute on the CPU
     num_learner_gpus: int = 1  # the first ones, which servers leave alone unless colocated
+    lora_rank: int = 0  # of the adapters that they are sent; 0: they are sent all weights
+    lora_targets: Sequence[str] = ()  # names of the layers that have adapters
 
 
 def launch_command(
@@ -152,6 +154,13 @@ def launch_command(
             "max-total-tokens": max(launch.context_tokens, CPU_KV_TOKENS),
         }
         flags += ["--sleep-on-idle"]
+    if launch.lora_rank:
+        options |= {
+            "max-lora-rank": launch.lora_rank,
+            "max-loras-per-batch": 2,  # the present one, and the one that follows it
+            "lora-backend": None if launch.gpus else "torch_native",
+        }
+        flags += ["--enable-lora", "--lora-target-modules", *launch.lora_targets]
     for argument in config.server_args:
         if argument.split("=")[0] in ("--host", "--port"):
             raise ConfigError(

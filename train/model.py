@@ -66,6 +66,11 @@ def load_model(
     return model, tokenizer
 
 
+def adapted_layers(model: Any) -> list[str]:
+    """Names of the layers that have adapters."""
+    return sorted(model.peft_config["default"].target_modules)
+
+
 def adapter_config(model: Any) -> str:
     """What peft writes into `adapter_config.json`."""
     return json.dumps(model.peft_config["default"].to_dict(), default=sorted)
