@@ -330,9 +330,9 @@ class Learner:
     def _check_correction(self, clipped: float) -> None:
         if clipped > _MOST:
             warnings.warn(
-                f"{clipped:.0%} of the tokens are truncated or masked by loss."
-                f"importance_sampling_mode={self.config.loss.importance_sampling_mode}: differences "
-                "add up over a sequence, take a token_ mode, or widen the bounds",
+                f"loss.importance_sampling_mode={self.config.loss.importance_sampling_mode} clips or "
+                f"masks {clipped:.0%} of the tokens: widen its bounds, or take a token_ mode, for "
+                "differences add up over a sequence",
                 stacklevel=2,
             )
 

@@ -1,15 +1,19 @@
-"""The clipped policy-gradient objective over trained tokens, as a sum that global counts divide."""
+"""The objective over trained tokens, as a sum that the counts of the whole step divide."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from agentrl.config import LossConfig
+from train.correction import rollout_correction
+from train.ratios import MAX_LOG_RATIO, bounded_exp, mean_over
 
-_MAX_LOG_RATIO = 20.0
+Columns = dict[str, torch.Tensor]
+"""Metrics by name, one number per token: each [N]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +22,8 @@ class LossInputs:
 
     Every column is [N], float32 where nothing else is said. `logprobs` carries the gradient, as do
     `entropies` with entropy_coef > 0 and `values` with a value head. A sequence is a segment of a
-    trajectory: what the model reads at once. It is never split over micro-batches.
+    trajectory: what the model reads at once. It is never split over micro-batches, and its tokens
+    stand together in their order.
     """
 
     logprobs: torch.Tensor
@@ -27,11 +32,11 @@ class LossInputs:
     advantages: torch.Tensor
     turn_ids: torch.Tensor  # int64
     sequence_ids: torch.Tensor  # int64
-    trajectory_tokens: torch.Tensor  # sampled tokens of the token's trajectory
+    trajectory_tokens: torch.Tensor  # sampled tokens of the token's trajectory, all segments
     group_tokens: torch.Tensor  # likewise of all trajectories of its group that count
     old_logprobs: torch.Tensor | None = None  # the learner's, before the first update on this batch
     ref_logprobs: torch.Tensor | None = None  # the reference's, where beta > 0
-    beta: float = 0.0  # the weight of the KL now
+    beta: float = 0.0  # the weight of the KL in the loss now; 0 where it is part of the reward
     values: torch.Tensor | None = None  # with advantage.estimator=gae
     old_values: torch.Tensor | None = None  # before the first update on this batch
     returns: torch.Tensor | None = None  # what values should have been
@@ -46,56 +51,48 @@ class LossOutput:
     """The loss is this micro-batch's share of the step's; shares add up, as `sums` do."""
 
     loss: torch.Tensor  # scalar
-    sums: dict[str, torch.Tensor]  # metrics summed over the N tokens, and "num_tokens" = N
+    sums: Columns  # metrics summed over the N tokens, and "num_tokens" = N; scalars
     max_abs_diff: torch.Tensor  # of the learner's and the engine's logprobs
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
-    """PPO's clipped surrogate per token, weighted for the chosen aggregation, and its metrics.
+    """This micro-batch's share of the step's loss, and its metrics over all of its tokens.
 
-    Per token, with ratio r = exp(logprob - old), clipped to [1 - epsilon, 1 + epsilon_high]:
-    w * max(-A r, -A clip(r)) + beta * KL, where w = min(exp(old - rollout), cap) corrects for the
-    engine's distribution and carries no gradient. Sources: PPO arXiv 1707.06347, clip-higher (DAPO)
-    2503.14476, truncated importance sampling: "Your efficient RL framework secretly brings you
-    off-policy RL training" (Yao et al. 2025).
+    Per token: correction * loss of `LOSSES` + beta * KL - entropy_coef * entropy
+    + vf_coef * value loss, then weighted by `token_weights`. A token that the correction masks
+    still counts in the weights, for otherwise the other ones would weigh more.
     """
-    logprobs, rollout, advantages = inputs.logprobs, inputs.rollout_logprobs, inputs.advantages
-    current = logprobs.detach()
-    # `learner`: what the learner gives for the weights that sampled; `old`: the clip's centre.
-    learner = inputs.old_logprobs if config.old_logprobs == "recompute" else current
-    if learner is None:
-        raise ValueError("old_logprobs=recompute needs the old logprobs")
-    old = rollout if config.old_logprobs == "rollout" else learner
-
-    ratio = _exp(logprobs - old)
-    epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    clipped = ratio.clamp(1 - config.epsilon, 1 + epsilon_high)
-    losses = torch.maximum(-advantages * ratio, -advantages * clipped)
-    importance = _exp(learner - rollout)
-    cap = config.importance_sampling_cap
-    if config.importance_sampling_mode != "none" and config.old_logprobs != "rollout":
-        losses = losses * importance.clamp(max=cap)
+    rollout = inputs.rollout_logprobs
+    learner = _learner_logprobs(inputs, config)
     diff = learner - rollout
-    low = (ratio < 1 - config.epsilon) & (advantages < 0)
-    high = (ratio > 1 + epsilon_high) & (advantages > 0)
-    columns = {
+    importance = bounded_exp(diff)
+    losses, columns = LOSSES[config.loss_type](inputs, config)
+    columns |= {
         "entropy": inputs.entropies,
-        "ratio": ratio,
-        "clip_ratio/low_mean": low,
-        "clip_ratio/high_mean": high,
-        "clip_ratio/region_mean": low | high,
         "mismatch/abs_diff": diff.abs(),
         "mismatch/kl": -diff,
         "mismatch/k3": importance - diff - 1,
-        "mismatch/clip_frac": importance > cap,
         "importance": importance,
         "importance_squared": importance**2,
         "num_tokens": torch.ones_like(diff),
     }
+    # With old_logprobs=rollout the ratio is to the engine already; a weight would count it twice.
+    if config.importance_sampling_mode != "none" and config.old_logprobs != "rollout":
+        weights, columns["mismatch/clip_frac"] = rollout_correction(
+            diff, inputs.sequence_ids, config
+        )
+        losses = losses * weights
     if inputs.ref_logprobs is not None:
-        kl = kl_divergence(logprobs, inputs.ref_logprobs, config.kl_estimator)
-        losses = losses + inputs.beta * kl
-        columns["kl"] = kl
+        logprobs = inputs.logprobs if inputs.beta else inputs.logprobs.detach()
+        kl = columns["kl"] = kl_divergence(logprobs, inputs.ref_logprobs, config.kl_estimator)
+        if inputs.beta:
+            losses = losses + inputs.beta * kl
+    if config.entropy_coef:
+        losses = losses - config.entropy_coef * inputs.entropies
+    if inputs.values is not None:
+        value_losses, value_columns = value_loss(inputs, config)
+        losses = losses + config.vf_coef * value_losses
+        columns |= value_columns
     return LossOutput(
         loss=(token_weights(inputs, config) * losses).sum(),
         sums={name: column.detach().float().sum() for name, column in columns.items()},
@@ -103,23 +100,79 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     )
 
 
+def ppo(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Columns]:
+    """max(-A r, -A clip(r, 1 - epsilon, 1 + epsilon_high)); with delta at most -A delta for A < 0.
+
+    Sources: PPO, arXiv 1707.06347, equation 7; epsilon_high: DAPO, 2503.14476, section 3.1; delta:
+    dual clip, 1912.09729, equation 5; GSPO, where a sequence has one ratio: 2507.18071.
+    """
+    ratio, advantages = _ratio(inputs, config), inputs.advantages
+    lowest, highest = _clip_range(config)
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(lowest, highest))
+    if config.delta is not None:
+        bounded = torch.minimum(losses, -advantages * config.delta)
+        losses = torch.where(advantages < 0, bounded, losses)
+    low = (ratio < lowest) & (advantages < 0)
+    high = (ratio > highest) & (advantages > 0)
+    return losses, {
+        "ratio": ratio,
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low | high,
+    }
+
+
+def cispo(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Columns]:
+    """-min(r, 1 + epsilon_high) A logprob, where the bounded ratio carries no gradient.
+
+    Source: MiniMax-M1, arXiv 2506.13585, section 3.1, which does not bound the ratio below either.
+    """
+    ratio = _ratio(inputs, config).detach()
+    _, highest = _clip_range(config)
+    losses = -ratio.clamp(max=highest) * inputs.advantages * inputs.logprobs
+    return losses, {"ratio": ratio, "clip_ratio/high_mean": ratio > highest}
+
+
+def sapo(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Columns]:
+    """-A sigmoid(t (r - 1)) 4 / t, whose gradient at r = 1 is that of -A r and fades from there.
+
+    t is sapo_temperature_pos for A > 0, else sapo_temperature_neg. Source: Soft Adaptive Policy
+    Optimization, arXiv 2511.20347, section 3.
+    """
+    ratio, advantages = _ratio(inputs, config), inputs.advantages
+    positive, negative = config.sapo_temperature_pos, config.sapo_temperature_neg
+    temperatures = torch.full_like(advantages, negative).masked_fill(advantages > 0, positive)
+    gates = torch.sigmoid(temperatures * (ratio - 1)) * 4 / temperatures
+    return -advantages * gates, {"ratio": ratio}
+
+
+def reinforce(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Columns]:
+    """-A logprob. Source: Williams, "Simple statistical gradient-following algorithms" (1992)."""
+    return -inputs.advantages * inputs.logprobs, {}
+
+
+Loss = Callable[[LossInputs, LossConfig], tuple[torch.Tensor, Columns]]
+"""Of one micro-batch: the losses of its tokens [N], and metrics of its own."""
+
+LOSSES: dict[str, Loss] = {"ppo": ppo, "cispo": cispo, "sapo": sapo, "reinforce": reinforce}
+
+
 def token_weights(inputs: LossInputs, config: LossConfig) -> torch.Tensor:
     """[N] weights of the tokens in the loss; they sum to at most 1 over the whole step.
 
     token_mean: 1 / tokens. seq_mean_token_mean: 1 / (tokens of the trajectory * trajectories).
     seq_mean_token_sum_norm: 1 / (max_episode_tokens * trajectories). prompt_mean: 1 / (tokens of
-    the group * groups).
+    the group * groups). Segments of a trajectory share one denominator.
     """
-    num_trajectories = max(inputs.num_trajectories, 1)
     if config.aggregation == "seq_mean_token_mean":
-        return 1 / (inputs.trajectory_tokens.clamp(min=1) * num_trajectories)
+        return 1 / (inputs.trajectory_tokens * inputs.num_trajectories)
     if config.aggregation == "prompt_mean":
-        return 1 / (inputs.group_tokens.clamp(min=1) * max(inputs.num_groups, 1))
+        return 1 / (inputs.group_tokens * inputs.num_groups)
     if config.aggregation == "token_mean":
-        divisor = max(inputs.num_loss_tokens, 1)
+        divisor = inputs.num_loss_tokens
     else:
-        divisor = inputs.max_episode_tokens * num_trajectories
-    return torch.full_like(inputs.trajectory_tokens, 1 / divisor)
+        divisor = inputs.max_episode_tokens * inputs.num_trajectories
+    return torch.full_like(inputs.trajectory_tokens, 1 / max(divisor, 1))
 
 
 def kl_divergence(
@@ -136,14 +189,56 @@ def kl_divergence(
     d = ref_logprobs - logprobs
     if estimator == "k1":
         return -d
-    k2 = d**2 / 2
     if estimator == "k2":
-        return k2
-    bounded = d.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    k3 = bounded.exp() - bounded - 1
-    return k3 if estimator == "k3" else k2 + (k3 - k2).detach()
+        return d**2 / 2
+    if estimator == "k3":
+        return _k3(d)
+    k2 = d**2 / 2
+    return _k3(d.detach()) + (k2 - k2.detach())
 
 
-def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    # Clamped before the exponential: clamped after it, the gradient would be 0 * inf.
-    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+def value_loss(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Columns]:
+    """[N] max((v - return)^2, (v' - return)^2) / 2, v' within cliprange_value of the old value.
+
+    Source: as in OpenAI's PPO; TRL's PPOTrainer has the same.
+    """
+    values, old, returns = inputs.values, inputs.old_values, inputs.returns
+    assert values is not None and old is not None and returns is not None
+    near = torch.clamp(values, old - config.cliprange_value, old + config.cliprange_value)
+    free, clipped = (values - returns) ** 2, (near - returns) ** 2
+    losses = torch.maximum(free, clipped) / 2
+    return losses, {"value_loss": losses, "value_clip_ratio": clipped > free}
+
+
+def _ratio(inputs: LossInputs, config: LossConfig) -> torch.Tensor:
+    """[N] policy / old, of what importance_sampling_level says has a ratio of its own.
+
+    A turn or a sequence has the geometric mean of its tokens' ratios. Each of its tokens has that
+    value, and the gradient of its own logprob: GSPO-token, arXiv 2507.18071, equation 16.
+    """
+    on_engine = config.old_logprobs == "rollout"
+    old = inputs.rollout_logprobs if on_engine else _learner_logprobs(inputs, config)
+    log_ratio = inputs.logprobs - old
+    if config.importance_sampling_level == "token":
+        return bounded_exp(log_ratio)
+    by_turn = config.importance_sampling_level == "turn"
+    shared = mean_over(log_ratio.detach(), inputs.turn_ids if by_turn else inputs.sequence_ids)
+    return bounded_exp(shared + (inputs.logprobs - inputs.logprobs.detach()))
+
+
+def _learner_logprobs(inputs: LossInputs, config: LossConfig) -> torch.Tensor:
+    """[N] before the first update on this batch; where that was not recomputed, now."""
+    if config.old_logprobs != "recompute":
+        return inputs.logprobs.detach()
+    assert inputs.old_logprobs is not None
+    return inputs.old_logprobs
+
+
+def _clip_range(config: LossConfig) -> tuple[float, float]:
+    epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    return 1 - config.epsilon, 1 + epsilon_high
+
+
+def _k3(d: torch.Tensor) -> torch.Tensor:
+    bounded = d.clamp(max=MAX_LOG_RATIO)
+    return bounded.expm1() - bounded
