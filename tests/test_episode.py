@@ -245,6 +245,15 @@ def test_an_env_that_rewards_nothing_says_so(renderer):
     assert play_one(ScriptedEngine(renderer, "no")).rewards == {"env": 0.0}
 
 
+def test_each_turn_keeps_what_the_env_gave_for_it(renderer):
+    """What a rubric adds is the whole episode's."""
+    engine = ScriptedEngine(renderer, lambda r: ["yes", "no", "yes"][r.turn])
+    rubric = Rubric([lambda_named("brief", 0.5)])
+    tape = play_one(engine, lambda: CountEnv(3), rubric=rubric)
+    assert [turn.reward for turn in tape.turns] == [1.0, 0.0, 1.0]
+    assert tape.rewards["env"] == 2.0 and tape.reward == 2.5
+
+
 def test_the_scores_deadline_alone_bounds_a_reward(renderer):
     """F025: no shorter one hides inside."""
     assert "timeout_s" not in inspect.signature(Rubric).parameters

@@ -138,10 +138,12 @@ class Preparation:
     ) -> list[Minibatch]:
         """Estimated by rank 0 from what all ranks computed of their tokens."""
         rows = [row for minibatch in minibatches for row in minibatch.rows]
+        attributes = {"kl": "kl"} if self.config.loss.kl_in_reward else {}
+        if self.config.advantage.estimator == "gae":
+            attributes["values"] = "old_values"
         columns = {
             name: [getattr(row, attribute).cpu().numpy() for row in rows]
-            for name, attribute in (("kl", "kl"), ("values", "old_values"))
-            if rows and getattr(rows[0], attribute) is not None
+            for name, attribute in attributes.items()
         }
         places = [row.micro_batch.sampled_index.cpu().numpy() for row in rows]
         everyones = self.ranks.gather((places, columns))
