@@ -95,8 +95,8 @@ class LossConfig(Section):
     then mean over episodes. prompt_mean: over all tokens of a group, then over groups.
     """
     importance_sampling_level: Literal["token", "turn", "sequence"] = "token"
-    """What has a ratio of its own: a geometric mean, so that epsilon is about 3e-4 for a sequence.
-    With ppo, sequence is GSPO, turn its form for many turns.
+    """What has a ratio of its own; that of a turn or sequence is the geometric mean of its tokens',
+    and wants an epsilon of about 3e-4. With ppo, sequence is GSPO, turn its form for many turns.
     """
     epsilon: float = Field(default=0.2, gt=0)
     """The ratio is clipped below at 1 - epsilon."""
