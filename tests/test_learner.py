@@ -19,6 +19,17 @@ from train.learner import Learner, TrainingError
 from train.packing import SHARED_BLOCK
 
 AGGREGATIONS = ("seq_mean_token_mean", "seq_mean_token_sum_norm", "token_mean", "prompt_mean")
+LOSSES = [
+    *itertools.product(("ppo", "cispo", "sapo"), ("token", "turn", "sequence")),
+    ("reinforce", "token"),
+]
+CORRECTIONS = (
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_mask",
+)
 TEMPERATURE = 0.9
 
 pytestmark = [
@@ -164,14 +175,32 @@ def test_no_layout_of_a_batch_changes_its_gradient(aggregation):
     assert_same(gradient(make_learner(loss__aggregation=aggregation), shuffled), whole)
 
 
+@pytest.mark.parametrize("level", ["turn", "sequence"])
+def test_no_layout_of_a_batch_changes_the_ratio_of_a_turn_or_a_sequence(level):
+    """F057: the tokens that share a ratio stay together."""
+    groups = random_groups()
+    options = {"loss__importance_sampling_level": level, "loss__old_logprobs": "rollout"}
+    whole = gradient(make_learner(**options), groups)
+    for layout in ({"optim__micro_batch_tokens": 70}, {"optim__share_prefixes": False}):
+        assert_same(gradient(make_learner(**options, **layout), groups), whole)
+
+
 @pytest.mark.parametrize(
     "options",
-    [{"loss__aggregation": t} for t in AGGREGATIONS]
+    [
+        {
+            "loss__loss_type": loss_type,
+            "loss__importance_sampling_level": level,
+            "loss__aggregation": aggregation,
+            "loss__old_logprobs": "skip" if loss_type == "reinforce" else "rollout",
+        }
+        for loss_type, level in LOSSES
+        for aggregation in AGGREGATIONS
+    ]
     + [{"loss__beta": 0.1, "loss__kl_estimator": k} for k in ("k1", "k2", "k3", "k3+")]
-    + [
-        {"loss__old_logprobs": o, "loss__importance_sampling_mode": "token_truncate"}
-        for o in ("recompute", "rollout")
-    ],
+    + [{"loss__importance_sampling_mode": mode} for mode in CORRECTIONS]
+    + [{"loss__old_logprobs": "recompute"}, {"loss__entropy_coef": 0.1}],
+    ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_env_tokens_carry_no_gradient(options):
     """F006: the logits that predict an env's token get a gradient of exactly 0, and no column
@@ -243,7 +272,7 @@ def test_groups_without_signal_still_count_in_the_denominator():
     for trajectory in groups[0].trajectories:
         trajectory.reward = 1.0
     learner = make_learner()
-    assert_same(gradient(learner, groups), plain_gradient(learner.model, groups, "dapo"))
+    assert_same(gradient(learner, groups), plain_gradient(learner.model, groups, "token_mean"))
 
 
 def test_steps_with_non_finite_gradients_are_skipped_and_end_the_run_when_they_persist():

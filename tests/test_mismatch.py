@@ -58,6 +58,10 @@ def test_both_limits_are_the_configs():
         update(0.2, loss__max_mismatch=0.1)
 
 
-def test_weights_over_the_cap_are_counted():
-    metrics = update(0.8, loss__importance_sampling_mode="token_truncate")
+def test_weights_over_the_cap_are_counted_and_warned_of():
+    """F063."""
+    with pytest.warns(UserWarning, match=r"mode=token_truncate clips or masks 100% of the tokens"):
+        metrics = update(
+            0.8, loss__importance_sampling_mode="token_truncate", loss__warn_mismatch=1
+        )
     assert metrics["mismatch/clip_frac"] == 1, "e^0.8 = 2.23"

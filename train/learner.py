@@ -329,10 +329,10 @@ class Learner:
 
     def _check_correction(self, clipped: float) -> None:
         if clipped > _MOST:
+            mode = self.config.loss.importance_sampling_mode
             warnings.warn(
-                f"loss.importance_sampling_mode={self.config.loss.importance_sampling_mode} clips or "
-                f"masks {clipped:.0%} of the tokens: widen its bounds, or take a token_ mode, for "
-                "differences add up over a sequence",
+                f"loss.importance_sampling_mode={mode} clips or masks {clipped:.0%} of the tokens: "
+                "widen its bounds, or take a token_ mode, for differences add up over a sequence",
                 stacklevel=2,
             )
 
