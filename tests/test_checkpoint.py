@@ -9,19 +9,26 @@ import os
 import random
 from pathlib import Path
 
+import accelerate
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import train.checkpoint
+import train.weights
 from agentrl.attention import register_attention
 from agentrl.config_file import make_config
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, Task
+from tests.fsdp_on_cpu import shard
+from tests.rank_processes import run_ranks, values
 from train.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
 from train.learner import Learner
+from train.learner_state import trained_parameters
+from train.weights import full_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:learner and engine differ")
 
@@ -33,7 +40,7 @@ class Tokenizer:
         (Path(folder) / "tokenizer.json").write_text("{}")
 
 
-def make_learner(hidden_size=16, limit=2, seed=0):
+def make_learner(hidden_size=16, limit=2, seed=0, accelerator=None, **changes):
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -59,9 +66,10 @@ def make_learner(hidden_size=16, limit=2, seed=0):
                 "warmup_steps": 2,
             },
             "checkpoint": {"save_total_limit": limit},
+            **changes,
         }
     )
-    return Learner(model, config, Accelerator(cpu=True))
+    return Learner(model, config, accelerator or Accelerator(cpu=True))
 
 
 def groups(seed):
@@ -236,3 +244,111 @@ def test_a_state_that_could_not_be_read_back_is_refused_when_saving(tmp_path):
     with pytest.raises(CheckpointError, match="could not be written"):
         save_checkpoint(tmp_path, 1, learner, {"task": Task(id="t")}, {}, Tokenizer(), "")
     assert latest_checkpoint(tmp_path) is None
+
+
+# Several ranks.
+
+
+def learner_of(kind, **options):
+    """Of this rank, with data parallelism or with shards of what is trained."""
+    AcceleratorState._reset_state(True)
+    if kind == "ddp":
+        return make_learner(accelerator=Accelerator(cpu=True), **options)
+    shard()
+    return make_learner(accelerator=accelerate.Accelerator(cpu=True), **options)
+
+
+def updated(learner, seeds):
+    """Losses, and all weights and moments after the last update."""
+    own = learner.ranks.is_main
+    losses = [learner.update(groups(seed) if own else [])["loss"] for seed in seeds]
+    tensors = dict(full_weights(learner.model))
+    for name, parameter in trained_parameters(learner.policy).items():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            tensors[name + slot] = train.weights._full(learner.optimizer.state[parameter][slot])
+    return losses, {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def saves_sharded(folder):
+    """Two updates and two more in either kind, before and after a checkpoint of shards."""
+    whole = updated(learner_of("ddp"), range(4))
+    first = learner_of("fsdp")
+    updated(first, range(2))
+    first.logprobs([1, 2, 3])  # which leaves some parameters gathered
+    path = save(folder, first, 2)
+    resumed = {}
+    for kind in ("fsdp", "ddp"):
+        learner = learner_of(kind, seed=1)
+        assert load_checkpoint(path, learner).step == 2
+        resumed[kind] = updated(learner, range(2, 4))
+    again = updated(first, range(2, 4))
+    return whole, again, resumed
+
+
+def resumes(path):
+    learner = learner_of("fsdp", seed=1)
+    checkpoint = load_checkpoint(path, learner)
+    return checkpoint.metrics, updated(learner, range(2, 4))
+
+
+def assert_close(found, expected, tolerance):
+    torch.testing.assert_close(found[0], expected[0][-len(found[0]) :], rtol=0, atol=tolerance)
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=tolerance)
+
+
+def test_shards_of_two_ranks_are_resumed_by_two_by_three_and_by_one(tmp_path):
+    """F081, F086: sharded or not, with the moments under their names."""
+    ended = values(run_ranks(saves_sharded, 2, tmp_path))
+    for whole, again, resumed in ended:
+        assert_close(again, whole, 1e-6)
+        assert_close(resumed["fsdp"], again, 0)
+        assert_close(resumed["ddp"], whole, 1e-6)
+    path = latest_checkpoint(tmp_path)
+    for metrics, resumed in values(run_ranks(resumes, 3, path)):
+        assert metrics == {"step": 2}
+        assert_close(resumed, ended[0][0], 1e-6)
+    alone = make_learner(seed=1)
+    load_checkpoint(path, alone)
+    assert_close(updated(alone, range(2, 4)), ended[0][0], 1e-6)
+    AutoModelForCausalLM.from_pretrained(path)
+    sizes = [file.stat().st_size for file in (path / "optimizer").iterdir()]
+    assert len(sizes) == 2 and max(sizes) < 1.3 * min(sizes), "each rank wrote its half"
+
+
+def meets_a_full_disk(folder, places):
+    """In each place, on the rank that is said."""
+    learner = learner_of("fsdp")
+    learner.update(groups(0) if learner.ranks.is_main else [])
+    old = save(folder, learner, 1)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    seen = []
+    for rank, where in places:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
+            if learner.ranks.rank == rank:
+                patch.setattr(where, full)
+            save(folder, learner, 2)
+        learner.ranks.gather(None)  # rank 0 has tidied up
+        names = sorted(path.name for path in folder.iterdir())
+        in_step = learner.ranks.in_step(caught.value)
+        seen.append((str(caught.value), in_step, latest_checkpoint(folder) == old, names))
+    save(folder, learner, 2)
+    return seen
+
+
+def test_a_full_disk_of_any_rank_is_the_error_of_all(tmp_path):
+    """F082: and all stay in step, so that they can save elsewhere or later."""
+    places = [
+        (0, "train.hf_folder.save_file"),
+        (0, "train.checkpoint._write"),
+        (1, "train.checkpoint.random_state"),
+        (1, "safetensors.torch.save"),
+    ]
+    for seen in values(run_ranks(meets_a_full_disk, 2, tmp_path, places)):
+        for said, in_step, old_stays, names in seen:
+            assert "No space left on device" in said and "Earlier checkpoints are intact" in said
+            assert in_step and old_stays
+            assert names == ["checkpoint-000001", "latest"]
+    assert load_checkpoint(latest_checkpoint(tmp_path), make_learner()).step == 2
