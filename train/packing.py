@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from agentrl.config import ConfigError
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 
 SHARED_BLOCK = 8
@@ -130,7 +131,7 @@ def pack(
     Returns: [num_ranks].
 
     Raises:
-        ValueError: one sequence alone exceeds `micro_batch_tokens`.
+        ConfigError: one sequence alone exceeds `micro_batch_tokens`.
     """
     sequences: list[_Sequence] = []
     num_loss_tokens = num_trajectories = num_groups = turn_id = 0
@@ -240,7 +241,7 @@ def _rows(sequences: list[_Sequence], budget: int, block: int) -> list[list[_Seq
     for sequence in sequences:
         length = len(sequence.token_ids)
         if length > budget:
-            raise ValueError(
+            raise ConfigError(
                 f"a sequence of {length} tokens does not fit optim.micro_batch_tokens={budget}: "
                 f"raise it to at least {length}, or lower rollout.max_context_tokens"
             )
