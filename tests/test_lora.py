@@ -1,0 +1,214 @@
+"""LoRA: adapters move and nothing else, and what they add to the weights is what engines get."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from agentrl.config import ConfigError, LoraConfig, ModelConfig
+from agentrl.config_file import make_config
+from agentrl.models import ModelError
+from parts import choose_engine, make_engine
+from tests.runs import save_model
+from tests.test_learner import random_groups
+from train.learner import Learner
+from train.model import adapter_config, load_model
+from train.weights import adapter_weights, full_weights, merged_weights
+
+TEMPERATURE = 0.9
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:learner and engine differ"),  # the logprobs are invented
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler"),  # the step is intercepted
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("lora") / "model")
+
+
+def make_learner(folder, *, seed=0, **changes):
+    """`changes` are `section__key` values; adapters that add something from the start."""
+    values = {
+        "model": {"name_or_path": str(folder), "mixed_precision": "no"},
+        "lora": {"r": 4, "alpha": 8},
+        "env": {"id": "none"},
+        "rollout": {"temperature": TEMPERATURE, "engine_dtype": "float32", "engine": "local"},
+        "loss": {"max_mismatch": 1e9, "importance_sampling_mode": "none"},
+        "optim": {"learning_rate": 1e-2, "max_grad_norm": 1e9},
+    }
+    for name, value in changes.items():
+        section, key = name.split("__")
+        values.setdefault(section, {})[key] = value
+    config = make_config(values)
+    model, _ = load_model(config.model, config.lora, seed=seed)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    return Learner(model, config, Accelerator(cpu=True))
+
+
+def plain_logprobs(model, token_ids):
+    """[n - 1], by transformers and peft alone."""
+    logits = model(input_ids=torch.tensor([token_ids])).logits[0, :-1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+def as_transformers_runs_it(model):
+    model = copy.deepcopy(model).eval()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def test_only_adapters_are_trained_and_the_base_stays_bit_for_bit(folder):
+    learner = make_learner(folder)
+    before = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    for seed in range(2):
+        learner.update(random_groups(seed))
+    moved = {n for n, t in learner.model.state_dict().items() if not torch.equal(t, before[n])}
+    adapters = {name for name in before if "lora_" in name}
+    assert moved == adapters and len(adapters) == 2 * 7 * 2
+    trained = {n for n, p in learner.model.named_parameters() if p.requires_grad}
+    assert trained == adapters
+    assert len(learner.optimizer.state_dict()["state"]) == len(adapters)
+
+
+def test_fresh_adapters_change_nothing_and_follow_from_the_seed(folder):
+    config = ModelConfig(name_or_path=str(folder)), LoraConfig(r=4)
+    (one, _), (same, _), (other, _) = (load_model(*config, seed=seed) for seed in (0, 0, 1))
+    states = [dict(adapter_weights(model)) for model in (one, same, other)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
+    assert {tensor.dtype for tensor in states[0].values()} == {torch.float32}
+    base = dict(full_weights(load_model(config[0])[0]))
+    merged = dict(merged_weights(one))
+    assert base.keys() == merged.keys()
+    assert all(torch.equal(base[name], merged[name]) for name in base)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_the_plain_peft_model(folder, checkpointing):
+    learner = make_learner(folder, model__gradient_checkpointing=checkpointing)
+    groups = random_groups()
+    plain = as_transformers_runs_it(learner.model)
+    num_tokens = sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
+    loss = torch.zeros(())
+    for group in groups:
+        rewards = np.array(group.rewards)
+        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+            log_p = plain_logprobs(plain, list(trajectory.token_ids))
+            mask = torch.tensor(trajectory.loss_mask)[1:]
+            ratio = (log_p - log_p.detach()).exp()
+            loss = loss - advantage * ratio[mask].sum() / num_tokens
+    loss.backward()
+    caught = {}
+    learner.optimizer.step = lambda *_, **__: caught.update(
+        (n, p.grad.clone()) for n, p in learner.model.named_parameters() if p.requires_grad
+    )
+    learner.update(groups)
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    assert caught.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(caught[name], gradient, rtol=1e-4, atol=1e-6)
+    assert all(gradient.abs().max() > 0 for gradient in expected.values())
+
+
+def test_the_reference_is_the_model_without_its_adapter(folder):
+    """`kl` of k1 is the mean of logprob - reference's, over the sampled tokens."""
+    learner = make_learner(folder, loss__beta=0.1, loss__kl_estimator="k1")
+    policy = as_transformers_runs_it(learner.model)
+    base = as_transformers_runs_it(load_model(learner.config.model)[0])
+    groups, difference, num_tokens = random_groups(), 0.0, 0
+    for group in groups:
+        for trajectory in group.trajectories:
+            ids, mask = list(trajectory.token_ids), torch.tensor(trajectory.loss_mask)[1:]
+            with torch.no_grad():
+                both = plain_logprobs(policy, ids) - plain_logprobs(base, ids)
+            difference += float(both[mask].sum())
+            num_tokens += int(mask.sum())
+    metrics = learner.update(groups)
+    assert metrics["kl"] == pytest.approx(difference / num_tokens, rel=1e-3)
+    assert abs(metrics["kl"]) > 1e-3
+
+
+def test_an_embedded_engine_gets_what_the_adapter_adds(folder, tmp_path):
+    """Of its own: the learner's base must not change under it."""
+    learner = make_learner(folder)
+    engine = make_engine(learner.config, learner, None, tmp_path)
+    assert not engine.shares_weights
+    merged = dict(learner.weights())
+    plain = as_transformers_runs_it(load_model(learner.config.model)[0])
+    plain.load_state_dict(merged, strict=False)
+    ids = list(range(3, 40, 3))
+    with torch.no_grad():
+        expected = plain(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(learner.logprobs(ids)), expected)
+
+
+def test_layers_that_the_model_lacks_are_named_with_those_it_has(folder):
+    with pytest.raises(ConfigError, match=r"(?s)lora.target_modules.* wq .*has down_proj, gate_"):
+        load_model(ModelConfig(name_or_path=str(folder)), LoraConfig(target_modules=["wq"]))
+
+
+def test_a_head_takes_no_adapter(folder):
+    """Learner and engine multiply by its weight themselves."""
+    lora = LoraConfig(target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ConfigError, match="no linear layers lm_head before its head"):
+        load_model(ModelConfig(name_or_path=str(folder)), lora)
+
+
+def test_without_peft_it_says_what_to_install(folder, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "train.model.importlib.util.find_spec",
+        lambda name: None if name == "peft" else find_spec(name),
+    )
+    with pytest.raises(ModelError, match=r"pip install -e '\.\[lora\]'"):
+        load_model(ModelConfig(name_or_path=str(folder)), LoraConfig())
+
+
+def test_frozen_embeddings_and_adapters_go_together(folder):
+    config = ModelConfig(name_or_path=str(folder), freeze_embeddings=True)
+    model, _ = load_model(config, LoraConfig(target_modules=["v_proj"]))
+    assert {n.rsplit(".", 3)[1] for n, p in model.named_parameters() if p.requires_grad} == {
+        "lora_A",
+        "lora_B",
+    }
+
+
+def test_servers_read_the_adapter_under_the_names_that_peft_gives_it(folder):
+    model, _ = load_model(ModelConfig(name_or_path=str(folder)), LoraConfig(r=4, alpha=8))
+    config = json.loads(adapter_config(model))
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
+    assert config["target_modules"] == sorted(config["target_modules"])
+    for name, tensor in adapter_weights(model):
+        assert name.startswith("base_model.model.model.layers.")
+        assert name.endswith((".lora_A.weight", ".lora_B.weight")) and 4 in tensor.shape
+
+
+def lora_run(**rollout):
+    values = {"model": {"name_or_path": "m"}, "env": {"id": "e"}, "lora": {"sync": "adapter"}}
+    return values | {"rollout": rollout}
+
+
+@pytest.mark.parametrize(("engine", "num_gpus"), [("local", 1), ("auto", 0)])
+def test_an_adapter_alone_is_for_servers(engine, num_gpus):
+    config = make_config(lora_run(engine=engine))
+    with pytest.raises(ConfigError, match=rf"lora.sync=adapter.*rollout.engine={engine}"):
+        choose_engine(config, num_gpus)
+    assert choose_engine(make_config(lora_run(engine="auto")), 1) == "sglang"
+
+
+def test_servers_that_give_up_their_weights_need_more_than_an_adapter():
+    with pytest.raises(ConfigError, match=r"sglang.colocate=true.*lora.sync=adapter"):
+        make_config(lora_run() | {"sglang": {"colocate": True}})
