@@ -208,7 +208,7 @@ class Learner:
         self.version = state["version"]
         self._bad_steps = state["bad_steps"]
         self.beta.load_state_dict(state["beta"])
-        if self._micro_batch_tokens == "auto":  # rows of another length round differently
+        if self._micro_batch_tokens is None:  # auto; rows of another length round differently
             self._micro_batch_tokens = state["micro_batch_tokens"]
         if self._lends_memory:
             move_optimizer_state(self.optimizer, "cpu")
