@@ -17,7 +17,9 @@ from train.record import RunRecord
 
 
 class Trackers:
-    """Stands for the accelerator, of which a record needs one method."""
+    """Stands for the accelerator of rank 0."""
+
+    is_main_process = True
 
     def __init__(self):
         self.seen = []

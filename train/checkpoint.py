@@ -142,8 +142,7 @@ def load_checkpoint(path: str | Path, learner: Learner) -> Checkpoint:
     path, ranks = Path(path), learner.ranks
     with _one_error(ranks, f"checkpoint {path} cannot be resumed from: {{}}"):
         with ranks.together():
-            require_complete(path)
-            state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+            state = _read_state(path)
             _require_parameters(state["parameters"], learner)
             if learner.config.lora:
                 read_weights(path, own_adapter(learner.model), ADAPTER)
@@ -155,13 +154,29 @@ def load_checkpoint(path: str | Path, learner: Learner) -> Checkpoint:
             own = _random_file(path, ranks)
             if own.exists():
                 set_random_state(torch.load(own, weights_only=True))
-    return Checkpoint(step=state["step"], rollouts=state["rollouts"], metrics=state["metrics"])
+    return _checkpoint(state)
 
 
-def require_complete(path: Path) -> None:
-    """Raises CheckpointError where the folder is no complete checkpoint."""
+def read_checkpoint(path: Path) -> Checkpoint:
+    """What a checkpoint says beside weights and moments.
+
+    Raises:
+        CheckpointError: the folder is no complete checkpoint, or broken.
+    """
+    return _checkpoint(_read_state(path))
+
+
+def _read_state(path: Path) -> dict[str, Any]:
     if _marker(path) is None:
         raise CheckpointError(f"{path} is no complete checkpoint: it has no readable {_MARKER}")
+    try:
+        return torch.load(path / _STATE, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zip and torch each have their own
+        raise CheckpointError(f"{path / _STATE} cannot be read: {error}") from error
+
+
+def _checkpoint(state: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(step=state["step"], rollouts=state["rollouts"], metrics=state["metrics"])
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:

@@ -110,17 +110,9 @@ class RunRecord:
         ):
             if words:
                 lines.append(f"{label}: {words}")
-        if self.evaluations:
-            before, after = (self.evaluations[at(self.evaluations)] for at in (min, max))
-            names = [name for name in after if name.startswith("eval/correct")] or ["eval/reward"]
-            if self._config.mix:
-                names = ["eval/reward", *(f"eval/{env}/reward" for env in self._config.mix)]
-            changes = [
-                f"{name.removeprefix('eval/')} {before[name]:.3f} -> {after[name]:.3f}"
-                for name in sorted(names)
-                if name in before and name in after
-            ]
-            lines.insert(0, "held-out, before -> after: " + ", ".join(changes))
+        if changes := held_out_changes(self.evaluations, self._config):
+            words = (f"{name} {old:.3f} -> {new:.3f}" for name, (old, new) in changes.items())
+            lines.insert(0, "held-out, before -> after: " + ", ".join(words))
         return lines
 
     def how_to_resume(self) -> str:
@@ -136,3 +128,24 @@ class RunRecord:
         if self._log:
             self._log.write(step, metrics)
         self._accelerator.log(dict(metrics), step=step)
+
+
+def held_out_changes(
+    evaluations: Mapping[int, Mapping[str, float]], config: RunConfig
+) -> dict[str, tuple[float, float]]:
+    """What the first and the last evaluation say: of a mix the rewards, else how much is correct.
+
+    Args:
+        evaluations: their metrics by step.
+    """
+    if not evaluations:
+        return {}
+    before, after = (evaluations[at(evaluations)] for at in (min, max))
+    names = [name for name in after if name.startswith("eval/correct")] or ["eval/reward"]
+    if config.mix:
+        names = ["eval/reward", *(f"eval/{env}/reward" for env in config.mix)]
+    return {
+        name.removeprefix("eval/"): (before[name], after[name])
+        for name in sorted(names)
+        if name in before and name in after
+    }
