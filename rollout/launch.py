@@ -155,11 +155,13 @@ def launch_command(
         }
         flags += ["--sleep-on-idle"]
     if launch.lora_rank:
-        options |= {
-            "max-lora-rank": launch.lora_rank,
-            "max-loras-per-batch": 2,  # the present one, and the one that follows it
-            "lora-backend": None if launch.gpus else "torch_native",
-        }
+        if not launch.gpus:
+            raise ConfigError(
+                "lora.sync=adapter needs servers on GPUs: SGLang pins memory for adapters, which "
+                "cannot be done without one; write lora.sync=merged"
+            )
+        # The present one, and the one that follows it.
+        options |= {"max-lora-rank": launch.lora_rank, "max-loras-per-batch": 2}
         flags += ["--enable-lora", "--lora-target-modules", *launch.lora_targets]
     for argument in config.server_args:
         if argument.split("=")[0] in ("--host", "--port"):

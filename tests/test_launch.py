@@ -88,6 +88,21 @@ def test_on_a_cpu_the_cache_is_bounded_and_an_idle_server_sleeps(tmp_path):
     assert "--max-total-tokens=32768" in command(SGLangConfig(), tmp_path, context_tokens=32768)
 
 
+def test_servers_that_are_sent_adapters_make_room_for_them(tmp_path):
+    changes = {"lora_rank": 8, "lora_targets": ["q_proj", "o_proj"], "gpus": [0]}
+    arguments = command(SGLangConfig(server_args=["--x"]), tmp_path, **changes)
+    assert {"--enable-lora", "--max-lora-rank=8", "--max-loras-per-batch=2"} <= {*arguments}
+    place = arguments.index("--lora-target-modules")
+    assert arguments[place:] == ["--lora-target-modules", "q_proj", "o_proj", "--x"]
+    assert "--enable-lora" not in command(SGLangConfig(), tmp_path, gpus=[0])
+
+
+def test_a_server_without_a_gpu_takes_no_adapters(tmp_path):
+    """SGLang 0.5.15 pins memory for them, which torch does beside a GPU alone."""
+    with pytest.raises(ConfigError, match=r"lora.sync=merged"):
+        command(SGLangConfig(), tmp_path, lora_rank=8, lora_targets=["q_proj"])
+
+
 def test_a_port_is_not_the_users_to_choose(tmp_path):
     with pytest.raises(ConfigError, match="--port=30000"):
         command(SGLangConfig(server_args=["--port=30000"]), tmp_path)

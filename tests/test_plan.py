@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from agentrl.config import ConfigError
 from agentrl.config_file import make_config
 from agentrl.memory import BF16, FP32, GIB, Machine, ModelShape, num_concurrent, read_shape, rooms
 from agentrl.models import ModelError
@@ -205,3 +207,66 @@ def test_a_model_that_is_not_here_is_said_plainly(monkeypatch):
         ModelError, match="the shape of nobody/nothing is not known on this machine"
     ):
         read_shape("nobody/nothing")
+
+
+# Of Llama's layers: 32 x (inputs + outputs).
+LINEAR_8B = {"q_proj": 32 * (4096 + 4096), "k_proj": 32 * (4096 + 1024)}
+LORA = {"r": 16, "target_modules": ["q_proj", "k_proj"]}
+
+
+def in_training(sections, machine, shape=LLAMA_8B):
+    """What lies in the learner's memory while it trains: name -> GiB."""
+    room = list(rooms(config(**sections), machine, shape))[-1]
+    return {what: size / GIB for what, size in room.needs}
+
+
+def test_lora_has_gradients_and_moments_of_its_adapters_alone():
+    """Worked: 16 x (262,144 + 163,840) = 6,815,744 adapter parameters of 4 bytes each."""
+    shape = replace(LLAMA_8B, linear_sizes=LINEAR_8B)
+    needs = in_training({"lora": LORA, "loss": {"beta": 0.1}}, ON_GPU, shape)
+    adapters, weights = 6_815_744 * FP32 / GIB, 8_030_261_248 * FP32 / GIB
+    assert needs["the learner's weights, float32"] == pytest.approx(weights + adapters)
+    assert needs["gradients of the adapters"] == pytest.approx(adapters)
+    assert needs["two moments of Adam of the adapters"] == pytest.approx(2 * adapters)
+    assert not [what for what in needs if "reference" in what], "it is the adapter off"
+
+
+def test_lora_layers_that_the_model_lacks_are_found_before_it_is_loaded():
+    lora = {"lora": {"target_modules": ["wq"]}}
+    with pytest.raises(ConfigError, match=r"lora.target_modules.*wq"):
+        list(rooms(config(**lora), ON_GPU, replace(LLAMA_8B, linear_sizes=LINEAR_8B)))
+
+
+def test_fsdp_spreads_weights_gradients_and_moments_but_not_activations():
+    alone = replace(ON_GPU, bf16=False)
+    sharded = replace(alone, num_learners=8, num_shards=16)
+    one, sixteenth = (in_training({"loss": {"beta": 0.1}}, machine) for machine in (alone, sharded))
+    for what in ("the learner's weights, float32", "the reference's weights, float32"):
+        assert sixteenth[f"{what}, spread over 16 processes"] == one[what] / 16
+    for what in ("gradients", "two moments of Adam"):
+        assert sixteenth[f"{what}, spread over 16 processes"] == one[what] / 16
+    [activations] = [what for what in one if "activations" in what]
+    assert sixteenth[activations] == one[activations]
+
+
+def test_processes_on_a_cpu_share_its_memory():
+    """Two of DDP hold the weights twice; two of FSDP2 once."""
+    cpu = Machine(engine="local", engine_bytes=FP32, bf16=False, memory_gib=16, num_learners=2)
+    weights = LLAMA_8B.num_parameters * FP32 / GIB
+    assert in_training({}, cpu)["the learner's weights, float32"] == 2 * weights
+    fsdp = in_training({}, replace(cpu, num_shards=2))
+    assert fsdp["the learner's weights, float32, spread over 2 processes"] == weights
+    assert fsdp["the engine's copy of the weights"] == weights, "shards are no model to sample from"
+
+
+def test_an_automatic_budget_needs_room_for_the_longest_episode():
+    sections = {"optim": {"micro_batch_tokens": "auto"}, "rollout": {"max_context_tokens": 4096}}
+    assert "activations of 4096 tokens, about" in in_training(sections, ON_GPU)
+    assert any("as many tokens as fit" in line for line in batch_arithmetic(config(**sections)))
+
+
+def test_a_plan_says_that_adapters_are_trained_and_how_they_get_to_servers():
+    shape = replace(LLAMA_8B, linear_sizes=LINEAR_8B)
+    text = str(make_plan(config(lora=LORA | {"sync": "adapter"}), ON_GPU, shape, {}))
+    assert "LoRA      adapters of rank 16 are trained" in text
+    assert "learner -> servers: the adapter alone" in text

@@ -10,8 +10,15 @@ import torch
 from torch import nn
 
 from agentrl.attention import register_attention
-from agentrl.config import ConfigError, LoraConfig, ModelConfig
-from agentrl.models import SMOLLM2, ModelError, linear_sizes, locate_model, require_plain
+from agentrl.config import LoraConfig, ModelConfig
+from agentrl.models import (
+    SMOLLM2,
+    ModelError,
+    adapted_layers,
+    linear_sizes,
+    locate_model,
+    require_plain,
+)
 
 
 def load_model(
@@ -66,11 +73,6 @@ def load_model(
     return model, tokenizer
 
 
-def adapted_layers(model: Any) -> list[str]:
-    """Names of the layers that have adapters."""
-    return sorted(model.peft_config["default"].target_modules)
-
-
 def adapter_config(model: Any) -> str:
     """What peft writes into `adapter_config.json`."""
     return json.dumps(model.peft_config["default"].to_dict(), default=sorted)
@@ -91,15 +93,11 @@ def _with_adapters(model: Any, lora: LoraConfig, seed: int) -> Any:
         raise ModelError("lora needs the package peft: pip install -e '.[lora]'")
     import peft
 
-    names = sorted(linear_sizes(model))
-    chosen = names if lora.target_modules == "all-linear" else sorted(set(lora.target_modules))
-    if unknown := sorted({*chosen} - {*names}):
-        raise ConfigError(
-            f"lora.target_modules: the model has no linear layers {', '.join(unknown)} before its "
-            f"head; it has {', '.join(names)}"
-        )
     torch.manual_seed(seed)
-    adapters = peft.LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, target_modules=chosen, task_type="CAUSAL_LM"
+    config = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        target_modules=adapted_layers(lora, linear_sizes(model)),
+        task_type="CAUSAL_LM",
     )
-    return peft.get_peft_model(model, adapters)
+    return peft.get_peft_model(model, config)
