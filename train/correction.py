@@ -16,7 +16,7 @@ def rollout_correction(
     With r = learner / engine, of a token, of a sequence (the product over its tokens) or their
     geometric mean: truncate: min(r, cap). mask: r within [min, cap], else 0. Sources: truncated
     importance sampling, Ionides (2008), and Yao et al., "Your efficient RL framework secretly
-    brings you off-policy RL training" (2025); token_mask: IcePop, Ling Team (2025); masks of
+    brings you off-policy RL training" (2025); token_mask: IcePop, arXiv 2510.18855; masks of
     sequences: Liu et al., "When speed kills stability" (2025).
 
     Args:

@@ -83,10 +83,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
         )
         losses = losses * weights
     if inputs.ref_logprobs is not None:
-        logprobs = inputs.logprobs if inputs.beta else inputs.logprobs.detach()
-        kl = columns["kl"] = kl_divergence(logprobs, inputs.ref_logprobs, config.kl_estimator)
-        if inputs.beta:
-            losses = losses + inputs.beta * kl
+        kl = kl_divergence(inputs.logprobs, inputs.ref_logprobs, config.kl_estimator)
+        losses = losses + inputs.beta * kl
+        columns["kl"] = kl
     if config.entropy_coef:
         losses = losses - config.entropy_coef * inputs.entropies
     if inputs.values is not None:
@@ -104,7 +103,7 @@ def ppo(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Columns]:
     """max(-A r, -A clip(r, 1 - epsilon, 1 + epsilon_high)); with delta at most -A delta for A < 0.
 
     Sources: PPO, arXiv 1707.06347, equation 7; epsilon_high: DAPO, 2503.14476, section 3.1; delta:
-    dual clip, 1912.09729, equation 5; GSPO, where a sequence has one ratio: 2507.18071.
+    dual-clip PPO, 1912.09729; GSPO, where a sequence has one ratio: 2507.18071.
     """
     ratio, advantages = _ratio(inputs, config), inputs.advantages
     lowest, highest = _clip_range(config)
@@ -200,7 +199,7 @@ def kl_divergence(
 def value_loss(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Columns]:
     """[N] max((v - return)^2, (v' - return)^2) / 2, v' within cliprange_value of the old value.
 
-    Source: as in OpenAI's PPO; TRL's PPOTrainer has the same.
+    Source: OpenAI's baselines, as described in "The 37 implementation details of PPO" (2022).
     """
     values, old, returns = inputs.values, inputs.old_values, inputs.returns
     assert values is not None and old is not None and returns is not None
@@ -214,7 +213,7 @@ def _ratio(inputs: LossInputs, config: LossConfig) -> torch.Tensor:
     """[N] policy / old, of what importance_sampling_level says has a ratio of its own.
 
     A turn or a sequence has the geometric mean of its tokens' ratios. Each of its tokens has that
-    value, and the gradient of its own logprob: GSPO-token, arXiv 2507.18071, equation 16.
+    value, and the gradient of its own logprob: GSPO-token, arXiv 2507.18071, section 4.3.
     """
     on_engine = config.old_logprobs == "rollout"
     old = inputs.rollout_logprobs if on_engine else _learner_logprobs(inputs, config)
