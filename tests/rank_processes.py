@@ -15,8 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
+
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["train.learner", "tests.fsdp_on_cpu"])
+_processes.set_forkserver_preload(["tests.test_learner", "tests.fsdp_on_cpu"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,13 @@ def run_ranks(
 
 def values(ended: list[Ended]) -> list[Any]:
     """What all returned; none may have failed."""
-    failed = [f"rank {rank}: {e}" for rank, e in enumerate(ended) if e.exit_code != 0]
-    assert not failed, "\n".join(failed)
+    failed = [
+        f"rank {rank}, exit code {each.exit_code}\n{each.output}"
+        for rank, each in enumerate(ended)
+        if each.exit_code != 0
+    ]
+    if failed:
+        pytest.fail("\n".join(failed), pytrace=False)
     return [each.value for each in ended]
 
 
