@@ -60,9 +60,16 @@ def test_a_step_is_split_into_its_parts():
     )
 
 
-def test_throughput_stands_beside_the_peak_of_memory():
-    metrics = {"rollout/tokens_per_second": 1812.4, "train/peak_memory_gib": 6.08}
-    assert speed_words(metrics) == "rollout 1,812 tok/s, peak memory 6.1 GiB"
+def test_throughput_stands_beside_what_it_is_of_the_peak_and_the_peak_of_memory():
+    metrics = {
+        "rollout/tokens_per_second": 1812.4,
+        "train/tokens_per_second": 903.6,
+        "train/mfu": 0.4312,
+        "train/peak_memory_gib": 6.08,
+    }
+    assert speed_words(metrics) == (
+        "rollout 1,812 tok/s, train 904 tok/s, mfu 43%, peak memory 6.1 GiB"
+    )
 
 
 def test_a_sync_says_what_it_moved_and_which_servers_failed():

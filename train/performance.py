@@ -28,10 +28,13 @@ def time_words(metrics: Metrics) -> str:
 
 
 def speed_words(metrics: Metrics) -> str:
-    """Tokens over wall time, and what memory the learner used at its fullest."""
+    """Tokens over wall time, the share of the peak of operations per second (model-flops
+    utilisation) and what memory the learner used at its fullest.
+    """
     forms = (
         ("rollout/tokens_per_second", lambda n: f"rollout {n:,.0f} tok/s"),
         ("train/tokens_per_second", lambda n: f"train {n:,.0f} tok/s"),
+        ("train/mfu", lambda f: f"mfu {f:.0%}"),
         ("train/peak_memory_gib", lambda n: f"peak memory {n:.1f} GiB"),
     )
     return _say(metrics, forms)
