@@ -21,6 +21,7 @@ from tests import fsdp_on_cpu
 from tests.rank_processes import run_ranks, values
 from tests.test_learner import make_model, random_groups
 from train.learner import Learner, TrainingError
+from train.model import _with_adapters as add_adapters
 from train.ranks import Ranks
 from train.weights import clean_name
 
@@ -57,6 +58,8 @@ CASES: dict[str, dict[str, Any]] = {
     "signal in one group": {},
     "checkpointed, untied": {"model": {"gradient_checkpointing": True, "name_or_path": "untied"}},
     "frozen embeddings": {"model": {"freeze_embeddings": True}},
+    "adapters": {"lora": {"r": 4}, "loss": {"beta": 0.1}, "optim": {"learning_rate": 1e-2}},
+    "entropy bonus": {"loss": {"entropy_coef": 0.1}},
 }
 
 
@@ -72,7 +75,9 @@ def batches_of(case: str) -> list[list[TrajectoryGroup]]:
             for trajectory in group.trajectories:
                 trajectory.reward = 1.0
         return [groups]
-    return [random_groups(seed) for seed in range(2 if case == "reference" else 1)]
+    return [
+        random_groups(seed) for seed in range(2 if "beta" in CASES[case].get("loss", {}) else 1)
+    ]
 
 
 class Outcome(NamedTuple):
@@ -100,6 +105,8 @@ def make_learner(ranks: Ranks, sections: dict[str, Any], *, mixed_precision: str
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.model.freeze_embeddings:
         model.get_input_embeddings().weight.requires_grad_(False)
+    if config.lora is not None:
+        model = add_adapters(model, config.lora, seed=0)
     return Learner(model, config, accelerate.Accelerator(cpu=True), ranks)
 
 
