@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,10 +13,12 @@ from rollout.server import SpawnedFleet
 
 
 @contextmanager
-def serving(python: str, dtype: str, log_folder: Path) -> Iterator[str]:
+def serving(
+    python: str, dtype: str, log_folder: Path, arguments: Sequence[str] = ()
+) -> Iterator[str]:
     """Its url. Context 2048, cache 16384 tokens, 32 requests at once."""
     fleet = SpawnedFleet(
-        SGLangConfig(python=python),
+        SGLangConfig(python=python, server_args=list(arguments)),
         model_path=locate_model(SMOLLM2),
         dtype=dtype,
         context_tokens=2048,

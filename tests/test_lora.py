@@ -5,20 +5,25 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
 from agentrl.config import ConfigError, LoraConfig, ModelConfig
 from agentrl.config_file import make_config
 from agentrl.models import ModelError
 from parts import choose_engine, make_engine
+from tests.rank_processes import run_ranks, values
 from tests.runs import save_model
+from tests.test_distributed import Outcome, assert_near, begin, train_batches, whole
 from tests.test_learner import random_groups
 from train.learner import Learner
 from train.model import adapter_config, load_model
+from train.ranks import Ranks
 from train.weights import adapter_weights, full_weights, merged_weights
 
 TEMPERATURE = 0.9
@@ -34,26 +39,26 @@ def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("lora") / "model")
 
 
-def make_learner(folder, *, seed=0, **changes):
+def make_learner(folder, ranks=None, **changes):
     """`changes` are `section__key` values; adapters that add something from the start."""
-    values = {
+    sections = {
         "model": {"name_or_path": str(folder), "mixed_precision": "no"},
         "lora": {"r": 4, "alpha": 8},
         "env": {"id": "none"},
         "rollout": {"temperature": TEMPERATURE, "engine_dtype": "float32", "engine": "local"},
         "loss": {"max_mismatch": 1e9, "importance_sampling_mode": "none"},
-        "optim": {"learning_rate": 1e-2, "max_grad_norm": 1e9},
+        "optim": {"learning_rate": 1e-2, "max_grad_norm": 1e9, "adam_epsilon": 1e-3},
     }
     for name, value in changes.items():
         section, key = name.split("__")
-        values.setdefault(section, {})[key] = value
-    config = make_config(values)
-    model, _ = load_model(config.model, config.lora, seed=seed)
+        sections.setdefault(section, {})[key] = value
+    config = make_config(sections)
+    model, _ = load_model(config.model, config.lora)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
-    return Learner(model, config, Accelerator(cpu=True))
+    return Learner(model, config, accelerate.Accelerator(cpu=True), ranks)
 
 
 def plain_logprobs(model, token_ids):
@@ -138,6 +143,39 @@ def test_the_reference_is_the_model_without_its_adapter(folder):
     metrics = learner.update(groups)
     assert metrics["kl"] == pytest.approx(difference / num_tokens, rel=1e-3)
     assert abs(metrics["kl"]) > 1e-3
+
+
+def local(tensor):
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def train_adapters(ranks: Ranks, folder: str) -> tuple[Outcome, dict[str, Any], bool]:
+    """Two batches; what servers would be sent as an adapter; whether the base is as it was."""
+    learner = make_learner(folder, ranks, loss__beta=0.1)
+    base = {n: local(t) for n, t in learner.model.state_dict().items() if "lora_" not in n}
+    outcome = train_batches(learner, [random_groups(seed) for seed in range(2)])
+    for _ in range(10):
+        for _ in learner.weights():
+            pass
+    after = learner.model.state_dict()
+    intact = all(torch.equal(tensor, local(after[name])) for name, tensor in base.items())
+    return outcome, {n: whole(t) for n, t in adapter_weights(learner.model)}, intact
+
+
+def train_adapters_on(kind: str, folder: str) -> tuple[Outcome, dict[str, Any], bool]:
+    return train_adapters(begin(kind), folder)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_two_processes_train_and_merge_adapters_as_one_does(kind, folder):
+    """F075: shards, too, are as they were before after every merge."""
+    expected, expected_adapter, intact = train_adapters(Ranks(), str(folder))
+    assert intact
+    for outcome, adapter, intact in values(run_ranks(train_adapters_on, 2, kind, str(folder))):
+        assert_near(outcome, expected)
+        assert intact and adapter.keys() == expected_adapter.keys()
+        for name, tensor in adapter.items():
+            np.testing.assert_allclose(tensor, expected_adapter[name], atol=1e-5)
 
 
 def test_an_embedded_engine_gets_what_the_adapter_adds(folder, tmp_path):
