@@ -317,7 +317,7 @@ def _examine_model(
                 prompt = renderer.prompt(prompts[name])
                 say(f"the prompt of env {name}".strip() + f" has {len(prompt)} tokens")
     with checklist.check("disk") as say:
-        say(_room_on_disk(config, sum(p.numel() for p in learner.model.parameters())))
+        say(_room_on_disk(config, learner.model))
     with checklist.check("engine") as say:
         fleet = make_servers(config, learner, folder)
         engine = make_engine(config, learner, fleet, folder)
@@ -330,12 +330,14 @@ def _examine_model(
     asyncio.run(_examine_engine(checklist, config, engine, fleet, learner, renderer, probe, prompt))
 
 
-def _room_on_disk(config: RunConfig, num_parameters: int) -> str:
+def _room_on_disk(config: RunConfig, model: Any) -> str:
     """Raises ConfigError where checkpoints will not fit."""
     place = Path(config.output_dir).absolute()
     while not place.exists():
         place = place.parent
-    one = num_parameters * 3 * FP32  # weights and two moments
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = trained if config.lora else sum(p.numel() for p in model.parameters())
+    one = (weights + 2 * trained) * FP32  # with two moments
     needed, free = one * (config.checkpoint.save_total_limit + 1), shutil.disk_usage(place).free
     text = f"{gib(free)} free at {place}, {gib(needed)} for checkpoints, one being written included"
     if needed > free:

@@ -44,14 +44,17 @@ def choose_engine(config: RunConfig, num_gpus: int | None = None) -> EngineKind:
     Raises:
         ConfigError: it cannot take the weights as `lora.sync` says.
     """
+    num_gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
     kind = config.rollout.engine
     if kind == "auto":
-        num_gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
         kind = "sglang" if num_gpus or config.sglang.urls else "local"
-    if kind == "local" and config.sent_adapter:
+    on_cpu = not num_gpus and config.sglang.mode == "spawn"
+    if config.sent_adapter and (kind == "local" or on_cpu):
+        # SGLang pins memory for adapters, which torch does beside a GPU alone.
         raise ConfigError(
-            f"lora.sync=adapter needs SGLang servers, and rollout.engine={config.rollout.engine} "
-            "is the engine inside this process; write lora.sync=merged, or rollout.engine=sglang"
+            f"lora.sync=adapter needs SGLang servers on GPUs, and rollout.engine="
+            f"{config.rollout.engine} is here the engine {kind}{' on the CPU' * on_cpu}; write "
+            "lora.sync=merged"
         )
     return kind
 

@@ -57,7 +57,7 @@ class LoraConfig(Section):
     target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
     """Names of the layers that get adapters, such as q_proj; all-linear: all but the head."""
     sync: Literal["merged", "adapter"] = "merged"
-    """What new weights are handed over as. adapter: the adapter alone, to SGLang servers only."""
+    """What is handed over as new weights. adapter: it alone, for which SGLang servers need GPUs."""
 
 
 class EnvConfig(Section):
@@ -344,6 +344,11 @@ class RunConfig(Section):
             raise ValueError(
                 "sglang.colocate=true makes servers give up their weights at each step, and "
                 "lora.sync=adapter sends none but the adapter's: write lora.sync=merged"
+            )
+        if self.sglang.weight_sync != "auto" and self.sent_adapter:
+            raise ValueError(
+                f"sglang.weight_sync={self.sglang.weight_sync} is a way of whole weights, and "
+                "lora.sync=adapter sends the adapter as files: set only one"
             )
         if splits * self.optim.num_iterations > 1 and self.loss.old_logprobs == "skip":
             raise ValueError(

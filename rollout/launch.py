@@ -155,11 +155,6 @@ def launch_command(
         }
         flags += ["--sleep-on-idle"]
     if launch.lora_rank:
-        if not launch.gpus:
-            raise ConfigError(
-                "lora.sync=adapter needs servers on GPUs: SGLang pins memory for adapters, which "
-                "cannot be done without one; write lora.sync=merged"
-            )
         # The present one, and the one that follows it.
         options |= {"max-lora-rank": launch.lora_rank, "max-loras-per-batch": 2}
         flags += ["--enable-lora", "--lora-target-modules", *launch.lora_targets]

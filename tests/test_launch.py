@@ -97,12 +97,6 @@ def test_servers_that_are_sent_adapters_make_room_for_them(tmp_path):
     assert "--enable-lora" not in command(SGLangConfig(), tmp_path, gpus=[0])
 
 
-def test_a_server_without_a_gpu_takes_no_adapters(tmp_path):
-    """SGLang 0.5.15 pins memory for them, which torch does beside a GPU alone."""
-    with pytest.raises(ConfigError, match=r"lora.sync=merged"):
-        command(SGLangConfig(), tmp_path, lora_rank=8, lora_targets=["q_proj"])
-
-
 def test_a_port_is_not_the_users_to_choose(tmp_path):
     with pytest.raises(ConfigError, match="--port=30000"):
         command(SGLangConfig(server_args=["--port=30000"]), tmp_path)

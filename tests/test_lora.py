@@ -239,12 +239,18 @@ def lora_run(**rollout):
     return values | {"rollout": rollout}
 
 
-@pytest.mark.parametrize(("engine", "num_gpus"), [("local", 1), ("auto", 0)])
-def test_an_adapter_alone_is_for_servers(engine, num_gpus):
+@pytest.mark.parametrize(("engine", "num_gpus"), [("local", 1), ("auto", 0), ("sglang", 0)])
+def test_an_adapter_alone_is_for_servers_on_gpus(engine, num_gpus):
+    """SGLang 0.5.15 pins memory for it, and does not start without a GPU."""
     config = make_config(lora_run(engine=engine))
     with pytest.raises(ConfigError, match=rf"lora.sync=adapter.*rollout.engine={engine}"):
         choose_engine(config, num_gpus)
     assert choose_engine(make_config(lora_run(engine="auto")), 1) == "sglang"
+
+
+def test_an_adapter_goes_its_own_way_to_servers():
+    with pytest.raises(ConfigError, match=r"sglang.weight_sync=disk.*lora.sync=adapter"):
+        make_config(lora_run() | {"sglang": {"weight_sync": "disk"}})
 
 
 def test_servers_that_give_up_their_weights_need_more_than_an_adapter():
