@@ -19,6 +19,7 @@ from agentrl.models import (
     locate_model,
     require_plain,
 )
+from train.policy import decoder_layers
 
 
 def load_model(
@@ -70,6 +71,9 @@ def load_model(
         model = _with_adapters(model, lora, seed)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.torch_compile:
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=True)  # in place: the names of the weights stay
     return model, tokenizer
 
 

@@ -344,6 +344,7 @@ class PackedAttention:
                 self._masks[num_above, n] = _lower_right(n, num_above + n, device)
             self._prepare(node.children, num_above + n, device)
 
+    @torch.compiler.disable  # a compiled layer would be compiled anew for every layout
     def __call__(
         self,
         layer: int,

@@ -74,12 +74,16 @@ class Policy(nn.Module):
         return PolicyOutput(logprobs, entropies, values)
 
 
-def layer_classes(model: Any) -> list[str]:
-    """Names of the classes of a model's layers, each of which is sharded as one."""
+def decoder_layers(model: Any) -> nn.ModuleList:
     lists = [
         (name.count("."), module)
         for name, module in model.get_decoder().named_modules()
         if isinstance(module, nn.ModuleList)
     ]
     _, layers = min(lists, key=lambda found: found[0])  # experts, too, are lists, further in
-    return sorted({type(layer).__name__ for layer in layers})
+    return layers
+
+
+def layer_classes(model: Any) -> list[str]:
+    """Names of the classes of a model's layers, each of which is sharded as one."""
+    return sorted({type(layer).__name__ for layer in decoder_layers(model)})
