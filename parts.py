@@ -27,7 +27,7 @@ from rollout.setups import eval_draws, load_rubrics, make_setups, open_envs, tra
 from train.display import EpisodeCount
 from train.learner import Learner
 from train.model import adapter_config, load_model
-from train.weight_sync.adapters import AdapterTransport
+from train.weight_sync.adapters import AdapterTransport, require_loadable
 from train.weight_sync.transports import make_transport
 
 EngineKind = Literal["sglang", "local"]
@@ -56,6 +56,8 @@ def choose_engine(config: RunConfig, num_gpus: int | None = None) -> EngineKind:
             f"{config.rollout.engine} is here the engine {kind}{' on the CPU' * on_cpu}; write "
             "lora.sync=merged"
         )
+    if config.sent_adapter:
+        require_loadable(config.sent_adapter)
     return kind
 
 

@@ -248,6 +248,25 @@ def test_an_adapter_alone_is_for_servers_on_gpus(engine, num_gpus):
     assert choose_engine(make_config(lora_run(engine="auto")), 1) == "sglang"
 
 
+@pytest.mark.parametrize(
+    ("targets", "missing"),
+    [
+        (["q_proj"], "v_proj"),
+        (["k_proj"], "q_proj and v_proj"),
+        (["up_proj", "down_proj"], "gate_proj"),
+        (["q_proj", "v_proj", "gate_proj", "o_proj"], None),
+        ("all-linear", None),
+    ],
+)
+def test_servers_need_the_adapters_of_layers_that_they_stack(targets, missing):
+    config = make_config(lora_run() | {"lora": {"sync": "adapter", "target_modules": targets}})
+    if missing is None:
+        assert choose_engine(config, 1) == "sglang"
+    else:
+        with pytest.raises(ConfigError, match=f"lora.target_modules.*add {missing}, or"):
+            choose_engine(config, 1)
+
+
 def test_an_adapter_goes_its_own_way_to_servers():
     with pytest.raises(ConfigError, match=r"sglang.weight_sync=disk.*lora.sync=adapter"):
         make_config(lora_run() | {"sglang": {"weight_sync": "disk"}})

@@ -65,6 +65,7 @@ def test_shards_of_adapters_reach_the_engine_whole(tmp_path: Path) -> None:
     verified(tmp_path / "run", 3, within=1e-5)
 
 
+TARGETS = ["q_proj", "v_proj", "gate_proj", "down_proj"]
 UNPINNED = """
 try:
     import torch
@@ -89,7 +90,7 @@ def lora_server(sglang_python: str, tmp_path: Path) -> Any:
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/site exec {sglang_python} "$@"\n')
     python.chmod(0o755)
     arguments = ["--enable-lora", "--max-lora-rank=8", "--lora-backend=torch_native"]
-    arguments += ["--lora-target-modules", "q_proj", "down_proj"]
+    arguments += ["--lora-target-modules", *TARGETS]
     with serving(str(python), "float32", tmp_path, arguments) as url:
         yield url
 
@@ -102,11 +103,11 @@ def test_a_real_server_samples_with_the_adapter_that_it_was_sent(
     path = write_config(
         tmp_path, Path(SMOLLM2), sglang__mode="connect", sglang__urls=[lora_server],
         lora__r=8, lora__alpha=16, lora__sync="adapter", optim__learning_rate=1e-3,
-        lora__target_modules=["q_proj", "down_proj"], rollout__engine="auto",
+        lora__target_modules=TARGETS, rollout__engine="auto",
         rollout__max_context_tokens=512, eval__num_tasks=0,
         env__reward_funcs=["tests.runs:by_chance"],
     )  # fmt: skip
     assert run(path) == 0
     for record in verified(tmp_path / "run", 2, within=1e-3):
         assert record["sync/bytes"] < 10e6, "135 million weights would be 540 MB"
-        assert record["sync/tensors"] == 2 * 2 * 30
+        assert record["sync/tensors"] == 2 * len(TARGETS) * 30

@@ -14,11 +14,36 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from agentrl.config import SGLangConfig
+from agentrl.config import ConfigError, LoraConfig, SGLangConfig
 from agentrl.protocols import EngineError, Sent, Server, Weights
 from train.weight_sync.recipients import SHARE, Recipients, accepted
 
 logger = logging.getLogger("agentrl")
+
+
+# SGLang 0.5.15 stacks layers, for which it reads the first's adapter beside the second's; one of
+# k_proj or up_proj alone is left out without a word.
+STACKED_WITH = {
+    "q_proj": {"v_proj"},
+    "v_proj": {"q_proj"},
+    "k_proj": {"q_proj", "v_proj"},
+    "up_proj": {"gate_proj"},
+}
+
+
+def require_loadable(lora: LoraConfig) -> None:
+    """
+    Raises:
+        ConfigError: a server would not load the adapter, or but a part of it.
+    """
+    if lora.target_modules == "all-linear":
+        return
+    needed = {name for target in lora.target_modules for name in STACKED_WITH.get(target, ())}
+    if missing := sorted(needed - {*lora.target_modules}):
+        raise ConfigError(
+            "lora.target_modules: SGLang loads adapters of stacked layers together, add "
+            f"{' and '.join(missing)}, or write lora.sync=merged"
+        )
 
 
 class AdapterTransport:
