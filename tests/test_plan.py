@@ -12,6 +12,7 @@ from agentrl.config_file import make_config
 from agentrl.memory import BF16, FP32, GIB, Machine, ModelShape, num_concurrent, read_shape, rooms
 from agentrl.models import ModelError
 from agentrl.plan import batch_arithmetic, make_plan
+from doctor import Gpus, describe_machine, dry_run
 from tests.runs import save_model
 from tools.sandbox.protocol import SandboxConfig
 
@@ -270,3 +271,16 @@ def test_a_plan_says_that_adapters_are_trained_and_how_they_get_to_servers():
     text = str(make_plan(config(lora=LORA | {"sync": "adapter"}), ON_GPU, shape, {}))
     assert "LoRA      adapters of rank 16 are trained" in text
     assert "learner -> servers: the adapter alone" in text
+
+
+def test_a_launched_dry_run_plans_for_the_processes_that_were_launched(monkeypatch, capsys):
+    launched = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "ACCELERATE_USE_FSDP": "true"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    gpus = Gpus(count=8, memory_gib=139, assumed=True)
+    machine = describe_machine(config(), "sglang", gpus)
+    assert (machine.num_learners, machine.num_shards) == (4, 8)
+    assert machine.servers == [[4], [5], [6], [7]]
+    monkeypatch.setenv("RANK", "1")
+    dry_run(config(), {}, "sglang", gpus)
+    assert capsys.readouterr().out == "", "the first process says it for all"
