@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.test_learner", "tests.fsdp_on_cpu"])
+_processes.set_forkserver_preload(["doctor", "tests.test_learner", "tests.test_door_ranks"])
 
 
 @dataclass(frozen=True, slots=True)
