@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub
 import pytest
+import requests
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import train.export
 from agentrl.config import SGLangConfig
 from agentrl.config_file import dump_config, load_config
+from agentrl.models import SMOLLM2, locate_model
 from rollout.server import SpawnedFleet
 from tests.runs import save_model, write_config
 from train.checkpoint import save_checkpoint
@@ -34,8 +36,8 @@ def base(tmp_path_factory):
     return folder
 
 
-def make_checkpoint(folder, base, **changes):
-    """Of weights that are not those of the base, with the logits that they give."""
+def make_checkpoint(folder, base, noise=0.1, **changes):
+    """Of weights that are not those of the base, and the learner that has them."""
     config = load_config(write_config(folder, base, **changes))
     model, tokenizer = load_model(config.model, config.lora)
     learner = Learner(model, config, Accelerator(cpu=True))
@@ -43,7 +45,7 @@ def make_checkpoint(folder, base, **changes):
     with torch.no_grad():
         for parameter in learner.policy.parameters():
             if parameter.requires_grad:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+                parameter += noise * torch.randn(parameter.shape, generator=generator)
     texts = {"evaluations": EVALUATIONS}, tokenizer, dump_config(config)
     return save_checkpoint(folder / "checkpoints", 7, learner, {}, *texts), learner
 
@@ -206,10 +208,9 @@ def test_a_hub_that_cannot_be_reached_leaves_the_folder(tmp_path, checkpoint, ca
 
 @pytest.mark.slow
 @pytest.mark.sglang
-def test_sglang_serves_an_export(tmp_path, base, checkpoint, sglang_python):
-    """And its logprobs are those of transformers."""
-    import requests
-
+def test_sglang_serves_an_export(tmp_path, sglang_python):
+    """Of SmolLM2, whose head is tied; its logprobs are those of transformers."""
+    checkpoint, _ = make_checkpoint(tmp_path, locate_model(SMOLLM2), noise=0.01)
     export(checkpoint, tmp_path / "agent")
     fleet = SpawnedFleet(
         SGLangConfig(python=sglang_python),
