@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import time
@@ -75,6 +76,24 @@ def write_config(folder: Path, model: Path, **changes: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    """Of a step's metrics, what must be the same when it is done again."""
+    timed = (
+        "time", "seconds", "per_second", "lag", "memory", "engine/", "segment", "_requests", "mfu",
+    )  # fmt: skip
+    return {k: v for k, v in record.items() if not any(word in k for word in timed)}
+
+
+def episodes(run: Path, step: int) -> list[tuple[Any, ...]]:
+    """Task, tokens, logprobs and versions of every episode of a step."""
+    lines = (run / f"trajectories/step-{step:06d}.jsonl").read_text().splitlines()
+    return [
+        (group["task"], tape["token_ids"], tape["logprobs"], tape["versions"])
+        for group in map(json.loads, lines)
+        for tape in group["trajectories"]
+    ]
 
 
 class Tiny(TextEnv):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import accelerate
 import numpy as np
+import peft
 import pytest
 import torch
 from accelerate import Accelerator
@@ -18,6 +19,8 @@ from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import train.checkpoint
+import train.hf_folder
+import train.model
 import train.weights
 from agentrl.attention import register_attention
 from agentrl.config_file import make_config
@@ -69,6 +72,8 @@ def make_learner(hidden_size=16, limit=2, seed=0, accelerator=None, **changes):
             **changes,
         }
     )
+    if config.lora:
+        model = train.model._with_adapters(model, config.lora, seed)
     return Learner(model, config, accelerator or Accelerator(cpu=True))
 
 
@@ -126,6 +131,70 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     states = whole.optimizer.state_dict()["state"], second.optimizer.state_dict()["state"]
     for index, state in states[0].items():
         assert same(state, states[1][index])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora": {"r": 2}},
+        {"advantage": {"estimator": "gae"}, "loss": {"max_mismatch": 100.0, "vf_coef": 0.5}},
+    ],
+    ids=["adapter", "value head"],
+)
+def test_an_adapter_and_a_value_head_go_on_too(tmp_path, changes):
+    whole, first = make_learner(**changes), make_learner(**changes)
+    for learner in (whole, first):
+        learner.update(groups(0))
+    second = make_learner(seed=0, **changes)
+    load_checkpoint(save(tmp_path, first, 1), second)
+    for i in (1, 2):
+        assert whole.update(groups(i))["loss"] == second.update(groups(i))["loss"]
+    ended = [dict(learner.policy.state_dict()) for learner in (whole, second)]
+    assert same(*ended)
+    trained = [name for name in ended[0] if "lora_B" in name or "value_head" in name]
+    assert trained and all(ended[0][name].any() for name in trained)
+
+
+def test_peft_loads_an_adapter_that_lies_without_its_base(tmp_path):
+    learner = make_learner(lora={"r": 2})
+    learner.update(groups(0))
+    path = save(tmp_path, learner, 1)
+    assert [file.name for file in path.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    base = make_learner().model
+    loaded = peft.PeftModel.from_pretrained(base, path).state_dict()
+    assert same({name: t for name, t in weights(learner).items() if "lora_" in name}, loaded)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(tmp_path):
+    """F086."""
+    path = save(tmp_path, make_learner(), 1)
+    with pytest.raises(CheckpointError, match=r"other parameters; differing: .*lora_A"):
+        load_checkpoint(path, make_learner(lora={"r": 2}))
+
+
+def test_weights_that_are_too_many_for_a_file_lie_in_several(tmp_path, monkeypatch):
+    """F077: as many bytes as one holds are in memory at a time."""
+    monkeypatch.setattr(train.hf_folder, "FILE_BYTES", 2500)
+    held = []
+    save_file = train.hf_folder.save_file
+
+    def watched(tensors, *args, **kwargs):
+        held.append(sum(tensor.nbytes for tensor in tensors.values()))
+        save_file(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(train.hf_folder, "save_file", watched)
+    learner = make_learner()
+    learner.update(groups(0))
+    path = save(tmp_path, learner, 1)
+    assert len(held) > 2 and max(held) <= 2500
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    assert files == [
+        f"model-{i:05d}-of-{len(held):05d}.safetensors" for i in range(1, len(held) + 1)
+    ]
+    assert same(weights(learner), dict(AutoModelForCausalLM.from_pretrained(path).state_dict()))
+    second = make_learner(seed=1)
+    load_checkpoint(path, second)
+    assert same(weights(learner), weights(second))
 
 
 def test_transformers_loads_the_weights_exactly(tmp_path):
@@ -330,8 +399,7 @@ def meets_a_full_disk(folder, places):
             if learner.ranks.rank == rank:
                 patch.setattr(where, full)
             save(folder, learner, 2)
-        learner.ranks.gather(None)  # rank 0 has tidied up
-        names = sorted(path.name for path in folder.iterdir())
+        names = learner.ranks.lead(lambda: sorted(path.name for path in folder.iterdir()))
         in_step = learner.ranks.in_step(caught.value)
         seen.append((str(caught.value), in_step, latest_checkpoint(folder) == old, names))
     save(folder, learner, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import train.checkpoint
 from agentrl.config_file import load_config
 from agentrl.metrics import load_metrics
-from tests.runs import ROOT, Breaks, Kills, save_model, write_config
+from tests.runs import ROOT, Breaks, Kills, episodes, save_model, without_times, write_config
 from train.checkpoint import latest_checkpoint
 from train.learner import Learner
 
@@ -64,15 +63,6 @@ def run(path: Path, *arguments: str) -> int:
 
 def running_threads() -> set[str]:
     return {t.name for t in threading.enumerate()} & {"local-engine", "agentrl-rollouts"}
-
-
-def without_times(record: dict) -> dict:
-    """What must be the same when a step is done again."""
-    timed = (
-        "time", "seconds", "per_second", "lag", "memory", "engine/", "segment", "step_time",
-        "_requests",
-    )  # fmt: skip
-    return {k: v for k, v in record.items() if not any(word in k for word in timed)}
 
 
 def refused(capsys, path: Path, *arguments: str, code: int = 2) -> str:
@@ -231,16 +221,6 @@ def test_two_steps_and_two_more_are_four_steps(tmp_path, model, capsys):
     assert all(r["train/optimizer_steps"] == 1 for r in records_a[1:])
     for one, two in zip(records_a, records_b, strict=True):
         assert without_times(one) == without_times(two)
-
-
-def episodes(folder: Path, step: int) -> list[tuple]:
-    """Task, tokens, logprobs and versions of every episode of a step."""
-    lines = (folder / f"trajectories/step-{step:06d}.jsonl").read_text().splitlines()
-    return [
-        (group["task"], tape["token_ids"], tape["logprobs"], tape["versions"])
-        for group in map(json.loads, lines)
-        for tape in group["trajectories"]
-    ]
 
 
 def stop_after(steps: int, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import train.record
 from agentrl.metrics import load_metrics
 from tests import fsdp_on_cpu
 from tests.rank_processes import run_ranks, values
-from tests.runs import ROOT, Tiny, save_model, write_config
+from tests.runs import ROOT, Tiny, episodes, save_model, without_times, write_config
 from train.checkpoint import latest_checkpoint
 from train.learner import Learner
 
@@ -87,23 +86,6 @@ def config_of(folder: Path, model: Path) -> Path:
     )  # fmt: skip
 
 
-def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same when a step is done again."""
-    timed = (
-        "time", "seconds", "per_second", "lag", "memory", "engine/", "segment", "_requests", "mfu",
-    )  # fmt: skip
-    return {k: v for k, v in record.items() if not any(word in k for word in timed)}
-
-
-def tapes(run: Path, step: int) -> list[tuple[Any, ...]]:
-    lines = (run / f"trajectories/step-{step:06d}.jsonl").read_text().splitlines()
-    return [
-        (group["task"], tape["token_ids"], tape["logprobs"], tape["versions"])
-        for group in map(json.loads, lines)
-        for tape in group["trajectories"]
-    ]
-
-
 def assert_the_same(found: Path, expected: Path, tolerance: float) -> None:
     """Tasks, tokens, metrics and weights of two runs."""
     a, b = (load_metrics(run / "metrics.jsonl") for run in (found, expected))
@@ -111,7 +93,7 @@ def assert_the_same(found: Path, expected: Path, tolerance: float) -> None:
     for one, two in zip(a, b, strict=True):
         assert without_times(one) == pytest.approx(without_times(two), rel=0, abs=tolerance)
     for step in (1, 2, 3):
-        for one, two in zip(tapes(found, step), tapes(expected, step), strict=True):
+        for one, two in zip(episodes(found, step), episodes(expected, step), strict=True):
             assert (one[0], one[1], one[3]) == (two[0], two[1], two[3])
             assert one[2] == pytest.approx(two[2], rel=0, abs=tolerance)
     paths = [latest_checkpoint(run / "checkpoints") for run in (found, expected)]
