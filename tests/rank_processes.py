@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["doctor", "tests.test_learner", "tests.test_door_ranks"])
+_processes.set_forkserver_preload(
+    ["doctor", "train.record", "tests.test_learner", "tests.test_door_ranks"]
+)
 
 
 @dataclass(frozen=True, slots=True)
