@@ -121,6 +121,8 @@ def kill_and_resume(
         resume = ["--resume"]
     assert values(run_ranks(go, ranks, kind, parts, resume)) == [0] * ranks
     assert_the_same(folder / "parts/run", folder / "whole/run", tolerance)
+    left = sorted(path.name for path in (folder / "parts/run/checkpoints").iterdir())
+    assert left == ["checkpoint-000003", "latest"]
 
 
 def test_a_run_that_was_killed_equals_one_that_was_not(tmp_path, model):

@@ -5,7 +5,7 @@ checkpoint-000012/
     adapter_*                                            with LoRA, in place of the model
     config.yaml                                          of the run
     optimizer/                                           moments and value head, by name
-    random-00000.pt                                      a rank's random generators
+    random-00000-of-00002.pt                             a rank's random generators
     state.pt                                             all else
     complete.json                                        written last
 """
@@ -109,8 +109,8 @@ def save_checkpoint(
     try:
         with _one_error(
             ranks,
-            f"checkpoint of step {step} could not be written to {folder}: {{}}. Earlier "
-            "checkpoints are intact; free space or set another output_dir, then resume",
+            f"checkpoint of step {step} could not be written to {folder}",
+            "Earlier checkpoints are intact; free space or set another output_dir, then resume",
         ):
             ranks.lead(begin)
             with ranks.together():
@@ -120,13 +120,13 @@ def save_checkpoint(
                 torch.save(random_state(), own)
                 _sync(own)
             _write_model(temporary, learner, tokenizer)
-            save_tensors(temporary / _OPTIMIZER, learner.policy, learner.optimizer, ranks.group)
+            save_tensors(temporary / _OPTIMIZER, learner.policy, learner.optimizer, ranks)
             final = ranks.lead(finish)
     finally:
         if ranks.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
     keep = learner.config.checkpoint.save_total_limit
-    ranks.lead(lambda: _rotate(folder, final, learner.run_id, keep))
+    ranks.lead(lambda: _rotate(folder, final, learner.run_id, keep, temporary))
     return final
 
 
@@ -140,7 +140,7 @@ def load_checkpoint(path: str | Path, learner: Learner) -> Checkpoint:
         CheckpointError: by all ranks. The folder is no complete checkpoint, or another model's.
     """
     path, ranks = Path(path), learner.ranks
-    with _one_error(ranks, f"checkpoint {path} cannot be resumed from: {{}}"):
+    with _one_error(ranks, f"checkpoint {path} cannot be resumed from"):
         with ranks.together():
             state = _read_state(path)
             _require_parameters(state["parameters"], learner)
@@ -148,7 +148,7 @@ def load_checkpoint(path: str | Path, learner: Learner) -> Checkpoint:
                 read_weights(path, own_adapter(learner.model), ADAPTER)
             else:
                 read_weights(path, own_weights(learner.model))
-        load_tensors(path / _OPTIMIZER, learner.policy, learner.optimizer, ranks.group)
+        load_tensors(path / _OPTIMIZER, learner.policy, learner.optimizer, ranks)
         learner.load_state_dict(state["learner"])
         with ranks.together():
             own = _random_file(path, ranks)
@@ -222,18 +222,20 @@ def _write_model(folder: Path, learner: Learner, tokenizer: Any) -> None:
 
 
 @contextmanager
-def _one_error(ranks: Ranks, words: str) -> Iterator[None]:
+def _one_error(ranks: Ranks, what: str, advice: str = "") -> Iterator[None]:
     """What fails in the block is a CheckpointError, and of all ranks where all of them know."""
     try:
         yield
+        return
     except CheckpointException as error:  # by all ranks alike
-        first = min(error.failures)
-        cause = error.failures[first][0]
-        where = f"rank {first}: " if ranks.size > 1 else ""
-        raise ranks.alike(CheckpointError(words.format(f"{where}{cause}"))) from cause
+        rank = min(error.failures)
+        cause, everywhere = error.failures[rank][0], True
+        words = f"rank {rank}: {cause}" if ranks.size > 1 else str(cause)
     except Exception as error:  # torch and safetensors wrap a full disk in errors of their own
-        failed = CheckpointError(words.format(error))
-        raise (ranks.alike(failed) if ranks.in_step(error) else failed) from error
+        cause, everywhere = error, ranks.in_step(error)
+        words = str(error)
+    failed = CheckpointError(f"{what}: {words}" + (f". {advice}" if advice else ""))
+    raise (ranks.alike(failed) if everywhere else failed) from cause
 
 
 def _require_parameters(names: list[str], learner: Learner) -> None:
@@ -265,14 +267,14 @@ def _free_name(folder: Path, name: str) -> Path:
     return path
 
 
-def _rotate(folder: Path, newest: Path, run_id: str, limit: int) -> None:
+def _rotate(folder: Path, newest: Path, run_id: str, limit: int, trash: Path) -> None:
     own = [
         path for path in folder.glob("checkpoint-*") if path != newest and _marker(path) == run_id
     ]
     own.sort(key=lambda path: _read(path)["time"])
     for path in own[: max(0, len(own) - (limit - 1))]:
-        (path / _MARKER).unlink()  # half deleted, it must not look complete
-        shutil.rmtree(path)
+        path.rename(trash)  # half deleted, it must not look complete
+        shutil.rmtree(trash)
 
 
 def _write(path: Path, text: str) -> None:

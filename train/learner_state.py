@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from train.hf_folder import FILE_BYTES
+from train.ranks import Ranks
 from train.weights import clean_name
 
 _VALUE_HEAD = "value_head."
@@ -39,9 +39,7 @@ def trained_parameters(policy: Any) -> dict[str, nn.Parameter]:
     return {name: parameter for parameter, name in named.items()}
 
 
-def save_tensors(
-    folder: Path, policy: Any, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None
-) -> None:
+def save_tensors(folder: Path, policy: Any, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
     """Write the optimizer's state and the value head, each rank its part, into `folder`.
 
     Raises:
@@ -56,30 +54,29 @@ def save_tensors(
         str(folder), fqn_to_index_mapping=_files(tensors), save_distributed=True
     )
     with _quiet():
-        save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        save(tensors, storage_writer=writer, **_among(ranks))
 
 
-def load_tensors(
-    folder: Path, policy: Any, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None
-) -> None:
+def load_tensors(folder: Path, policy: Any, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
     """Read into optimizer and value head what `save_tensors` wrote; each rank takes its part.
 
     Raises:
         CheckpointException: by all ranks, where it fails on any.
     """
-    parameters = trained_parameters(policy)
-    tensors = _value_head(parameters)
-    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    for key in stored.keys() - tensors.keys():
-        name, _, slot = key.rpartition(".")
-        parameter = parameters[name]
-        shape: torch.Size = stored[key].size  # type: ignore[union-attr]
-        counts_steps = shape == torch.Size([])
-        value = torch.zeros((), device=parameter.device) if counts_steps else _like(parameter)
-        optimizer.state[parameter][slot] = tensors[key] = value
-    reader = HuggingFaceStorageReader(str(folder))
+    with ranks.together():
+        parameters = trained_parameters(policy)
+        tensors = _value_head(parameters)
+        reader = HuggingFaceStorageReader(str(folder))
+        stored = reader.read_metadata().state_dict_metadata
+        for key in stored.keys() - tensors.keys():
+            name, _, slot = key.rpartition(".")
+            parameter = parameters[name]
+            shape: torch.Size = stored[key].size  # type: ignore[union-attr]
+            counts_steps = shape == torch.Size([])
+            value = torch.zeros((), device=parameter.device) if counts_steps else _like(parameter)
+            optimizer.state[parameter][slot] = tensors[key] = value
     with _quiet():
-        load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+        load(tensors, storage_reader=reader, **_among(ranks))
 
 
 def random_state() -> dict[str, Any]:
@@ -120,6 +117,10 @@ def _files(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
         size += tensor.nbytes
         files[name] = 1 + size // FILE_BYTES
     return files
+
+
+def _among(ranks: Ranks) -> dict[str, Any]:
+    return {"process_group": ranks.group, "no_dist": ranks.size == 1}
 
 
 @contextmanager
