@@ -373,11 +373,6 @@ def test_sglang_that_is_not_installed_is_refused_before_anything_is_loaded(tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_several_learners_are_refused_as_long_as_one_trains(tmp_path, model, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "--num_processes 1" in refused(capsys, write_config(tmp_path, model))
-
-
 # The plan.
 
 
