@@ -30,7 +30,6 @@ from agentrl.attention import register_attention
 from agentrl.config_file import make_config
 from agentrl.trajectory import Trajectory, TrajectoryGroup
 from agentrl.types import Completion, Task
-from train.advantage import group_advantages
 from train.learner import Learner
 
 NUM_GROUPS, GROUP_SIZE, PROMPT_TOKENS, VOCAB = 8, 8, 180, 49_152
@@ -94,19 +93,23 @@ def make_model(path: str | None, layers: int, attention: str) -> LlamaForCausalL
     )
 
 
-def packed_gradient(model: LlamaForCausalLM, groups: list[TrajectoryGroup], budget: int) -> None:
-    """The learner's own path, up to the optimizer step."""
+def make_learner(model: LlamaForCausalLM, budget: int) -> Learner:
+    """One that leaves its gradient where it is, and takes no step."""
     config = make_config(
         {
             "model": {"name_or_path": "benchmark"},
             "env": {"id": "none"},
-            "loss": {"importance_sampling_mode": "none", "max_mismatch": 1e9},
+            "loss": {
+                "importance_sampling_mode": "none",
+                "max_mismatch": 1e9,
+                "warn_mismatch": 1e9,
+            },
             "optim": {"micro_batch_tokens": budget, "max_grad_norm": 1e9},
         }
     )
     learner = Learner(model, config, Accelerator(cpu=True))
     learner.optimizer.step = learner.optimizer.zero_grad = lambda *_, **__: None
-    learner.update(groups)
+    return learner
 
 
 def plain_gradient(model: LlamaForCausalLM, groups: list[TrajectoryGroup]) -> None:
@@ -117,7 +120,8 @@ def plain_gradient(model: LlamaForCausalLM, groups: list[TrajectoryGroup]) -> No
         ids = torch.zeros(len(group.trajectories), width, dtype=torch.int64)
         attention_mask = torch.zeros_like(ids)
         weights = torch.zeros(ids.shape)
-        advantages = group_advantages(group.rewards)
+        rewards = np.array(group.rewards, dtype=np.float64)
+        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
         for index, trajectory in enumerate(group.trajectories):
             length = len(trajectory)
             ids[index, :length] = torch.tensor(trajectory.token_ids)
@@ -137,13 +141,14 @@ def measure(side: str, path: str | None, layers: int, budget: int, repeats: int,
     attention = register_attention() if side == "packed" else "sdpa"
     model = make_model(path, layers, attention)
     groups = make_groups()
+    learner = make_learner(model, budget) if side == "packed" else None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = []
     for _ in range(repeats):
         model.zero_grad(set_to_none=True)
         start = time.perf_counter()
-        if side == "packed":
-            packed_gradient(model, groups, budget)
+        if learner:
+            learner.update(groups)
         else:
             plain_gradient(model, groups)
         seconds.append(time.perf_counter() - start)
