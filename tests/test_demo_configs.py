@@ -86,7 +86,7 @@ def episodes(path: Path) -> list[dict]:
 
 def assert_masked(episode: dict) -> None:
     """Trained is what a request sampled, and nothing else; all else has logprob 0."""
-    turns = {at for start, end, _ in episode["turns"] for at in range(start, end)}
+    turns = {at for start, end, *_ in episode["turns"] for at in range(start, end)}
     assert {at for at, sampled in enumerate(episode["loss_mask"]) if sampled} == turns
     assert all(
         episode["logprobs"][at] == 0 for at in range(len(episode["token_ids"])) if at not in turns

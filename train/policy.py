@@ -70,7 +70,8 @@ class Policy(nn.Module):
             )
         values = None
         if self.value_head is not None:
-            values = self.value_head(predictors)[:, 0].float()
+            # A product of elements, which no mixed precision rounds: values are regressed.
+            values = (predictors.float() * self.value_head.weight.float()).sum(1)
         return PolicyOutput(logprobs, entropies, values)
 
 
