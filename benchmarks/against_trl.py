@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from agentrl.config_file import make_config
 from agentrl.models import SMOLLM2, locate_model
@@ -171,7 +172,6 @@ def run_learner(
 
 
 def run_trl(groups: list[TrajectoryGroup], options: argparse.Namespace) -> dict[str, Any]:
-    import transformers
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -281,6 +281,7 @@ def resident_peak() -> float:
 
 def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
+    transformers.utils.logging.disable_progress_bar()
     groups = recorded_groups(options.groups)
     if options.set == "equal":
         groups = of_equal_length(groups)
@@ -324,7 +325,7 @@ def main() -> None:
                 folder.mkdir(parents=True)
                 command = [sys.executable, "-W", "ignore", "-m", "benchmarks.against_trl"]
                 command += [*sys.argv[1:], "--set", name, "--side", side, "--out", str(folder)]
-                subprocess.run(command, check=True)
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             report(name, folders)
 
 
