@@ -105,6 +105,9 @@ def make_learner(ranks: Ranks, sections: dict[str, Any], *, mixed_precision: str
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.model.freeze_embeddings:
         model.get_input_embeddings().weight.requires_grad_(False)
+    if config.model.torch_compile:
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
     if config.lora is not None:
         model = add_adapters(model, config.lora, seed=0)
     return Learner(model, config, accelerate.Accelerator(cpu=True), ranks)
@@ -287,4 +290,16 @@ def test_what_accelerates_plugin_does_for_memory_changes_no_number(train_otherwi
     for outcome in values(run_ranks(train_otherwise, 2)):
         for metrics in outcome.metrics:
             assert metrics.keys() == alone["five steps"].metrics[0].keys()
+        assert_near(outcome, alone["five steps"])
+
+
+def train_compiled(kind: str) -> Outcome:
+    learner = make_learner(begin(kind), {"model": {"torch_compile": True}})
+    return train_batches(learner, batches_of("five steps"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_layers_change_no_number(kind, alone):
+    for outcome in values(run_ranks(train_compiled, 2, kind, timeout_s=300)):
         assert_near(outcome, alone["five steps"])

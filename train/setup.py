@@ -54,7 +54,8 @@ def make_accelerator(config: RunConfig) -> accelerate.Accelerator:
             f"accelerate was launched for {kind.value}: the learner trains in one process, with "
             "DDP, or with FSDP2 (fsdp_version: 2, see configs/accelerate/)"
         )
-    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+    plugin: Any = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin and plugin.cpu_ram_efficient_loading:
         raise ConfigError(
             "accelerate was launched with fsdp_cpu_ram_efficient_loading: true, which would untie "
             "tied embeddings; set it to false, as in configs/accelerate/"
