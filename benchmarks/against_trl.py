@@ -304,7 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--groups", type=int, default=2, help="of 8 episodes each; 16 at most")
+    parser.add_argument("--groups", type=int, default=1, help="of 8 episodes each; 16 at most")
     parser.add_argument("--steps", type=int, default=2, help="the first is not timed")
     parser.add_argument("--layers", type=int, default=0, help="of the model; 0: all 30")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of the learner")
