@@ -53,7 +53,7 @@ from train.learner import TrainingError
 from train.loop import train
 from train.ranks import RankFailed, Ranks
 from train.record import RunRecord
-from train.setup import make_accelerator, make_learner, use_all_cores
+from train.setup import launched, make_learner, use_all_cores
 from train.shared_rollouts import SharedRollouts
 
 BAD_INPUT = (ConfigError, EnvNotFound, RendererError, ModelError)
@@ -135,16 +135,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(config: RunConfig, *, resume: bool) -> None:
-    accelerator = make_accelerator(config)
-    ranks = Ranks()
-    if not ranks.is_main:  # rank 0 is interrupted, and says so
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-    try:
-        with ranks.watched():
-            run_ranks(config, accelerator, ranks, resume=resume)
-    finally:
-        accelerator.end_training()  # ends connections, which the others must not hear of first
+    with launched(config) as (accelerator, ranks):
+        run_ranks(config, accelerator, ranks, resume=resume)
 
 
 def run_ranks(

@@ -361,6 +361,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _estimator_fits(self) -> Self:
         advantage, loss = self.advantage, self.loss
+        gae = (advantage.estimator == "gae", "advantage.estimator=gae")
+        loss.require_use({"vf_coef": gae, "cliprange_value": gae})
         if loss.kl_in_reward and advantage.estimator not in TOKEN_ESTIMATORS:
             raise ValueError(
                 f"loss.kl_in_reward=true needs an estimator that sees tokens: advantage.estimator="

@@ -70,11 +70,18 @@ class AdvantageConfig(Section):
             raise ValueError("length_penalty=overlong and overlong_buffer_tokens go together")
         if self.level == "turn" and self.estimator not in ("grpo", "rloo"):
             raise ValueError("level=turn goes with estimator=grpo or rloo")
+        gae = self.estimator == "gae"
         discounts = self.level == "turn" or self.estimator in TOKEN_ESTIMATORS
-        if self.gamma != 1 and not discounts:
-            raise ValueError("gamma goes with level=turn, or estimator=gae or reinforce_plus_plus")
-        if self.scale_rewards != "group" and self.estimator != "grpo":
-            raise ValueError(f"scale_rewards goes with estimator=grpo, not {self.estimator}")
+        self.require_use(
+            {
+                "gamma": (discounts, "level=turn, or estimator=gae or reinforce_plus_plus"),
+                "scale_rewards": (self.estimator == "grpo", "estimator=grpo"),
+                "pass_k": (self.estimator == "pass_at_k", "estimator=pass_at_k"),
+                "lam": (gae, "estimator=gae"),
+                "whiten_advantages": (gae, "estimator=gae"),
+                "length_penalty_weight": (self.length_penalty != "none", "a length_penalty"),
+            }
+        )
         return self
 
 
@@ -176,8 +183,21 @@ class LossConfig(Section):
                     f"importance_sampling_mode={self.importance_sampling_mode} needs "
                     "old_logprobs=skip or recompute: with rollout the ratio itself corrects"
                 )
-        if self.delta is not None and self.loss_type != "ppo":
-            raise ValueError("delta needs loss_type=ppo")
+        clips = self.loss_type in ("ppo", "cispo")
+        adaptive = self.beta_schedule == "adaptive"
+        self.require_use(
+            {
+                "epsilon": (clips, "loss_type=ppo or cispo"),
+                "epsilon_high": (clips, "loss_type=ppo or cispo"),
+                "delta": (self.loss_type == "ppo", "loss_type=ppo"),
+                "sapo_temperature_pos": (self.loss_type == "sapo", "loss_type=sapo"),
+                "sapo_temperature_neg": (self.loss_type == "sapo", "loss_type=sapo"),
+                "kl_estimator": (self.beta > 0, "beta > 0"),
+                "beta_end": (self.beta_schedule == "linear", "beta_schedule=linear"),
+                "kl_target": (adaptive, "beta_schedule=adaptive"),
+                "kl_horizon": (adaptive, "beta_schedule=adaptive"),
+            }
+        )
         return self
 
 

@@ -18,3 +18,15 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    def require_use(self, uses: dict[str, tuple[bool, str]]) -> None:
+        """
+        Args:
+            uses: by key, whether it has a use here, and where it would have one.
+
+        Raises:
+            ValueError: a key that has none was given another value than its default.
+        """
+        for key, (used, where) in uses.items():
+            if not used and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}={getattr(self, key)} does nothing without {where}")

@@ -94,6 +94,7 @@ def _run(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
     }
     import torch
 

@@ -445,8 +445,11 @@ def test_a_length_penalty_is_part_of_the_reward_by_its_weight():
     ("options", "word"),
     [
         ({"estimator": "pass_at_k", "pass_k": 8}, "num_generations=8"),
-        ({"gamma": 0.9}, "gamma goes with level=turn"),
-        ({"estimator": "rloo", "scale_rewards": "none"}, "scale_rewards goes with estimator=grpo"),
+        ({"gamma": 0.9}, "without level=turn"),
+        (
+            {"estimator": "rloo", "scale_rewards": "none"},
+            "scale_rewards=none does nothing without estimator=grpo",
+        ),
         ({"length_penalty": "overlong"}, "overlong_buffer_tokens"),
         ({"length_penalty": "overlong", "overlong_buffer_tokens": 21}, "max_episode_tokens=20"),
         ({"estimator": "gae", "level": "turn"}, "estimator=grpo or rloo"),

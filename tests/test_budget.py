@@ -34,6 +34,7 @@ WHOLE_BATCH = 200 * 100 * 8
 def test_the_line_is_followed_up_to_the_limit(base, per_token, limit, size, most):
     sizes = (size // 2, size)
     found = largest_fit(sizes, [base + per_token * n for n in sizes], limit, most)
+    most = min(most, 8 * size)
     assert found <= most
     assert base + per_token * found <= limit
     assert found == most or base + per_token * (found + 1) > limit
@@ -41,6 +42,7 @@ def test_the_line_is_followed_up_to_the_limit(base, per_token, limit, size, most
 
 def test_what_is_too_small_to_be_seen_is_no_limit():
     assert largest_fit((512, 1024), (10 * MIB, 10 * MIB), 20 * MIB, 7000) == 7000
+    assert largest_fit((512, 1024), (10 * MIB, 10 * MIB), 20 * MIB, 10**6) == 8 * 1024
 
 
 def limited(monkeypatch, num_bytes):

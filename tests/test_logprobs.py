@@ -241,3 +241,15 @@ def test_a_sharded_heads_gradient_is_that_of_a_whole_one():
                 expected = (whole[0][name] + whole[1][name]) / 2
                 atol = tolerance * float(expected.abs().max())
                 torch.testing.assert_close(torch.as_tensor(gradient), expected, atol=atol, rtol=0)
+
+
+def test_entropies_are_summed_in_float32_under_autocast():
+    torch.manual_seed(0)
+    hidden, head = torch.randn(6, 32), torch.randn(500, 32)
+    targets = torch.zeros(6, dtype=torch.int64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, entropies = head_logprobs(hidden, head, targets, 1.0)
+    logits = (hidden.bfloat16() @ head.bfloat16().T).float()
+    log_p = logits.log_softmax(1)
+    expected = -(log_p.exp() * log_p).sum(1)
+    torch.testing.assert_close(entropies, expected, atol=1e-4, rtol=0)

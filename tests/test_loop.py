@@ -19,10 +19,10 @@ from rollout.manager import RolloutManager
 from rollout.stage import EnvSetup
 from rollout.tasks import TaskStream, held_out
 from tests.runs import Tiny, save_model, write_config
-from train.checkpoint import latest_checkpoint
+from train.checkpoint import latest_checkpoint, read_checkpoint
 from train.display import Display
 from train.interrupt import uninterrupted
-from train.learner import Learner
+from train.learner import Learner, TrainingError
 from train.loop import is_due, train
 from train.model import load_model
 from train.record import RunRecord
@@ -149,6 +149,38 @@ def test_evaluations_come_before_between_and_after_once_each(tmp_path, model):
     lines = (parts.folder / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 4 + 3
     assert [r["step"] for r in parts.metrics() if "eval/reward" in r] == [0, 2, 4]
+
+
+def test_a_checkpoint_holds_the_evaluation_of_its_own_step(tmp_path, model):
+    parts = Parts(tmp_path, model, max_steps=2, checkpoint__save_steps=1, eval__eval_steps=1)
+    parts.train()
+    newest = read_checkpoint(latest_checkpoint(parts.record.checkpoints))
+    assert newest.step == 2 and list(newest.metrics["evaluations"]) == [0, 1, 2]
+
+
+def test_a_batch_that_was_trained_on_in_part_is_not_saved(tmp_path, model):
+    """Its rollouts would be played and trained on again, by weights that they moved already."""
+    parts = Parts(
+        tmp_path,
+        model,
+        max_steps=2,
+        checkpoint__save_steps=1,
+        optim__num_minibatches=2,
+        loss__old_logprobs="recompute",
+    )
+    step, calls = parts.learner._step, []
+
+    def fail_in_the_second_batch(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise TrainingError("enough")
+        step(*args)
+
+    parts.learner._step = fail_in_the_second_batch
+    with pytest.raises(TrainingError, match="enough"):
+        parts.train()
+    (saved,) = parts.record.checkpoints.glob("checkpoint-*")
+    assert saved.name == "checkpoint-000001"
 
 
 def test_checkpoints_come_every_so_many_steps_and_at_the_end(tmp_path, model):

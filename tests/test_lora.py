@@ -25,6 +25,7 @@ from tests.test_distributed import Outcome, assert_near, begin, train_batches, w
 from tests.test_learner import random_groups
 from train.learner import Learner
 from train.model import adapter_config, load_model
+from train.policy import adapters_off
 from train.ranks import Ranks
 from train.weights import adapter_weights, clean_name, full_weights, merged_weights
 
@@ -282,3 +283,13 @@ def test_an_adapter_goes_its_own_way_to_servers():
 def test_servers_that_give_up_their_weights_need_more_than_an_adapter():
     with pytest.raises(ConfigError, match=r"sglang.colocate=true.*lora.sync=adapter"):
         make_config(lora_run() | {"sglang": {"colocate": True}})
+
+
+def test_a_reference_pass_leaves_what_is_trained_as_it_is(folder):
+    """peft's own switch would freeze shards, which stand for other tensors meanwhile."""
+    policy = make_learner(folder).policy
+    trained = [p.requires_grad for p in policy.parameters()]
+    assert any(trained)
+    with adapters_off(policy.model):
+        assert [p.requires_grad for p in policy.parameters()] == trained
+    assert [p.requires_grad for p in policy.parameters()] == trained

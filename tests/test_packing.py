@@ -356,3 +356,18 @@ def test_ranks_without_sequences_get_rows_without_trained_tokens():
     trained = [[len(row.trained) for row in batch.micro_batches] for batch in ranks]
     assert sorted(trained) == [[0], [0], [2]]
     assert [batch.num_loss_tokens for batch in ranks] == [2, 2, 2]
+
+
+def test_a_shared_prompt_is_attended_under_autocast_as_on_a_gpu(model, monkeypatch):
+    """There, the mask is a causal bias, which refuses queries and values of two dtypes."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    batch = pack_ones(group(tape([5, 6, 7], [8, 9]), tape([5, 6, 7], [9, 3])))
+    (row,) = batch.micro_batches
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = Policy(model)(row, 1.0).logprobs
+        monkeypatch.setattr(
+            "train.packing._lower_right", lambda queries, keys, _: causal_lower_right(queries, keys)
+        )
+        actual = Policy(model)(row, 1.0).logprobs
+    torch.testing.assert_close(actual, expected, atol=0.03, rtol=0)

@@ -37,7 +37,7 @@ def find_budget(learner: Learner) -> int:
     ranks, device, rollout = learner.ranks, learner.accelerator.device, learner.config.rollout
     longest = rollout.max_context_tokens
     most = rollout.prompts_per_step * rollout.num_generations * longest
-    upper = min(most, _TRIAL_TOKENS[device.type])
+    upper = min(most, max(longest, _TRIAL_TOKENS["cpu"]), _TRIAL_TOKENS[device.type])
     sizes = (upper // 2, upper)
     try:
         _pass(learner, 2)  # gradients get their memory
@@ -46,8 +46,10 @@ def find_budget(learner: Learner) -> int:
         budget = -int(ranks.max(torch.tensor(-own, device=device)))
         # A rank of many that ran out of memory would leave the others inside a collective.
         if device.type == "cuda" and ranks.size == 1:
-            while budget >= longest and not _fits(learner, budget):
-                budget //= 2
+            while not _fits(learner, budget):
+                if budget <= longest:
+                    raise ConfigError(_too_little(budget, longest))
+                budget = max(longest, budget // 2)
     except torch.OutOfMemoryError as error:
         raise ConfigError(_too_little(upper, longest)) from error
     finally:
@@ -62,12 +64,15 @@ def find_budget(learner: Learner) -> int:
 def largest_fit(sizes: Sequence[int], peaks: Sequence[int], limit: int, most: int) -> int:
     """Where the line through two peaks of memory reaches `limit`, up to `most`.
 
+    No more than eight times what was tried, for a line is not known further on.
+
     Args:
         sizes: [2] tokens.
         peaks: [2] bytes.
         limit: bytes.
         most: tokens.
     """
+    most = min(most, 8 * sizes[1])
     per_token = (peaks[1] - peaks[0]) / (sizes[1] - sizes[0])
     if per_token <= 0:  # too little to be seen
         return most

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import shutil
 import time
@@ -38,6 +39,8 @@ from train.learner_state import (
 from train.model import adapter_config
 from train.ranks import Ranks
 from train.weights import adapter_weights, full_weights, own_adapter, own_weights
+
+logger = logging.getLogger("agentrl")
 
 _MARKER = "complete.json"  # written last: a folder without it is no checkpoint
 _POINTER = "latest"
@@ -273,8 +276,11 @@ def _rotate(folder: Path, newest: Path, run_id: str, limit: int, trash: Path) ->
     ]
     own.sort(key=lambda path: _read(path)["time"])
     for path in own[: max(0, len(own) - (limit - 1))]:
-        path.rename(trash)  # half deleted, it must not look complete
-        shutil.rmtree(trash)
+        try:
+            path.rename(trash)  # half deleted, it must not look complete
+            shutil.rmtree(trash)
+        except OSError as error:  # the new one is complete, and the next save tries again
+            logger.warning("%s could not be removed: %s", path, error)
 
 
 def _write(path: Path, text: str) -> None:

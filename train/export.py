@@ -10,6 +10,7 @@ config and a model card: what `from_pretrained` and `sglang.launch_server --mode
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -175,10 +176,17 @@ def _load(checkpoint: Path, config: RunConfig, dtype: torch.dtype) -> tuple[Any,
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     if config.lora is None:
         return _load_weights(checkpoint, dtype), tokenizer
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError("a LoRA checkpoint needs the package peft: pip install -e '.[lora]'")
     from peft import PeftModel
 
     base = _load_weights(locate_model(config.model.name_or_path), torch.float32)
-    model: Any = PeftModel.from_pretrained(base, str(checkpoint))
+    try:
+        model: Any = PeftModel.from_pretrained(base, str(checkpoint))
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"the adapter in {checkpoint} does not fit {config.model.name_or_path}: {error}"
+        ) from error
     return model.merge_and_unload().to(dtype), tokenizer
 
 

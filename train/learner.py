@@ -71,8 +71,6 @@ class Learner:
         self.run_id = self.ranks.lead(lambda: uuid.uuid4().hex)
         self.beta = BetaSchedule(config.loss, config.max_steps)
         self._bad_steps = 0  # in a row
-        # Colocated servers get the memory of the optimizer's state between two updates.
-        self._lends_memory = config.sglang.colocate and accelerator.device.type == "cuda"
         if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
             # Accelerate's own policy would round log probabilities and sums of gradients, too.
             plugin: Any = accelerator.state.fsdp_plugin
@@ -88,12 +86,16 @@ class Learner:
         optimizer = make_optimizer(list(policy.parameters()), config.optim)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         self.policy.train()
+        # Colocated servers get the memory of the optimizer's state between two updates.
+        place = next(self.policy.parameters()).device.type
+        self._lends_memory = config.sglang.colocate and place == "cuda"
         # Not prepared: Accelerate would step it once per process.
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, Schedule(config.optim, config.max_steps)
         )
         tokens = config.optim.micro_batch_tokens
         self._micro_batch_tokens = None if tokens == "auto" else tokens
+        self._found_budget: list[Any] | None = None  # with what it was found for
         self._preparation = Preparation(
             config=config,
             ranks=self.ranks,
@@ -115,6 +117,10 @@ class Learner:
         return self.accelerator.unwrap_model(self.policy).model
 
     @property
+    def num_optimizer_steps(self) -> int:
+        return self.scheduler.last_epoch
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each rank holds but a part of the weights."""
         return self.accelerator.is_fsdp2
@@ -133,6 +139,7 @@ class Learner:
         """
         if self._micro_batch_tokens is None:
             self._micro_batch_tokens = find_budget(self)
+            self._found_budget = [self._micro_batch_tokens, *self._budget_conditions()]
         start = time.perf_counter()
         if self.accelerator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -178,8 +185,10 @@ class Learner:
         """Names and full tensors as transformers names them; a tied tensor comes once.
 
         With LoRA they are merged, or the adapter's own. Every rank must read all of them: a sharded
-        one is gathered when its turn comes.
+        one is gathered when its turn comes. Where none is sharded, rank 0 alone has any.
         """
+        if not (self.is_sharded or self.ranks.is_main):
+            return iter(())
         if self.config.lora is None:
             return full_weights(self.model)
         merged = self.config.lora.sync == "merged"
@@ -198,7 +207,7 @@ class Learner:
             "version": self.version,
             "bad_steps": self._bad_steps,
             "beta": self.beta.state_dict(),
-            "micro_batch_tokens": self._micro_batch_tokens,
+            "found_budget": self._found_budget,
             "optimizer_steps": self.scheduler.last_epoch,
         }
 
@@ -208,8 +217,10 @@ class Learner:
         self.version = state["version"]
         self._bad_steps = state["bad_steps"]
         self.beta.load_state_dict(state["beta"])
-        if self._micro_batch_tokens is None:  # auto; rows of another length round differently
-            self._micro_batch_tokens = state["micro_batch_tokens"]
+        found = state["found_budget"]
+        if self._micro_batch_tokens is None and found and found[1:] == self._budget_conditions():
+            # Rows of another length would round differently.
+            self._micro_batch_tokens, self._found_budget = found[0], found
         if self._lends_memory:
             move_optimizer_state(self.optimizer, "cpu")
         num_steps = state["optimizer_steps"]
@@ -221,6 +232,12 @@ class Learner:
             group["lr"] = rate
         self.scheduler.last_epoch = num_steps
         self.scheduler._last_lr = rates
+
+    def _budget_conditions(self) -> list[Any]:
+        """What a budget that was found depends on."""
+        device = self.accelerator.device
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return [self.ranks.size, self.is_sharded, kind, self.config.rollout.max_context_tokens]
 
     def _forward(self, micro_batch: MicroBatch, **options: Any) -> PolicyOutput:
         return self.policy(micro_batch, self.config.rollout.temperature, **options)
@@ -320,30 +337,33 @@ class Learner:
                 )
             )
         if mismatch > self.config.loss.warn_mismatch:
-            warnings.warn(
+            self._warn(
                 f"learner and engine differ by {mismatch:.3g} nats per token; over "
                 f"{self.config.loss.warn_mismatch:g} (loss.warn_mismatch) the samples are "
-                "noticeably off-policy",
-                stacklevel=2,
+                "noticeably off-policy"
             )
 
     def _check_correction(self, clipped: float) -> None:
         if clipped > _MOST:
             mode = self.config.loss.importance_sampling_mode
-            warnings.warn(
+            self._warn(
                 f"loss.importance_sampling_mode={mode} clips or masks {clipped:.0%} of the tokens: "
-                "widen its bounds, or take a token_ mode, for differences add up over a sequence",
-                stacklevel=2,
+                "widen its bounds, or take a token_ mode, for differences add up over a sequence"
             )
+
+    def _warn(self, text: str) -> None:
+        if self.ranks.is_main:  # for all of them
+            warnings.warn(text, stacklevel=3)
 
     def _skip(self, totals: Totals) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         totals.num_bad_steps += 1
         self._bad_steps += 1
         if self._bad_steps >= self.config.optim.max_bad_steps:
+            num_bad, self._bad_steps = self._bad_steps, 0  # a resumed run has as many tries again
             raise self.ranks.alike(
                 TrainingError(
-                    f"{self._bad_steps} steps in a row had non-finite gradients "
+                    f"{num_bad} steps in a row had non-finite gradients "
                     f"(optim.max_bad_steps={self.config.optim.max_bad_steps}); the weights are "
                     "those of the last good step. Lower optim.learning_rate, or set "
                     "mixed_precision: no"

@@ -88,7 +88,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 # What was summed so far, relative to a logit that is larger by `rise`.
                 fade = (-rise).exp()
                 total_z[rows] -= rise * total[rows]
-                total_z[rows] = total_z[rows] * fade + torch.linalg.vecdot(p, z)
+                total_z[rows] = total_z[rows] * fade + (p * z).sum(1)
                 total[rows] = total[rows] * fade + p.sum(1)
                 if total_w is not None:
                     if total_zw is not None:

@@ -47,13 +47,17 @@ def train(
         KeyboardInterrupt: after a checkpoint was saved.
         SyncError: the engine has other weights than the learner.
     """
+    ranks = learner.ranks
     step = resumed.step if resumed else 0
-    state = rollouts.state_dict()
+    state, num_updates = rollouts.state_dict(), learner.num_optimizer_steps
 
     @once_more
     def sync() -> dict[str, float]:
         display.phase("sync")
         return rollouts.update_weights(learner.weights(), learner.version, make_probe())
+
+    def hold_out() -> None:
+        evaluate(config, learner, rollouts, record, display, step, sync)
 
     def save() -> None:
         display.phase("saving")
@@ -63,7 +67,7 @@ def train(
         with uninterrupted():
             sync()
             if step == 0:
-                evaluate(config, rollouts, record, display, step, sync)
+                hold_out()
             while step < config.max_steps:
                 started = time.perf_counter()
                 display.phase("rollout")
@@ -76,20 +80,25 @@ def train(
                 if config.sglang.colocate:
                     rollouts.sleep()
                 metrics |= learner.update(groups)
-                state, step = rollouts.state_dict(), step + 1
+                step += 1
+                state, num_updates = rollouts.state_dict(), learner.num_optimizer_steps
                 metrics |= timed("sync", sync)
                 metrics["step_time"] = time.perf_counter() - started
-                record.step(step, metrics, groups)
-                display.step(step, metrics, groups)
+                with ranks.together():
+                    record.step(step, metrics, groups)
+                    display.step(step, metrics, groups)
+                last = step == config.max_steps
+                if last or is_due(step, config.eval.eval_steps):
+                    hold_out()
                 if is_due(step, config.checkpoint.save_steps):
                     save()
-                if is_due(step, config.eval.eval_steps) and step < config.max_steps:
-                    evaluate(config, rollouts, record, display, step, sync)
             if step not in record.evaluations:
-                evaluate(config, rollouts, record, display, step, sync)
+                hold_out()
     except BaseException as error:
-        # What was trained is never lost, unless ranks are out of step: they cannot gather it.
-        if record.last_checkpoint_step < step and learner.ranks.in_step(error):
+        # What was trained is never lost, but for a batch that was trained on in part. Ranks that
+        # are out of step cannot gather it.
+        whole = num_updates == learner.num_optimizer_steps
+        if record.last_checkpoint_step < step and whole and ranks.in_step(error):
             with uninterrupted():
                 save()
         raise
@@ -100,6 +109,7 @@ def train(
 
 def evaluate(
     config: RunConfig,
+    learner: Learner,
     rollouts: Rollouts,
     record: RunRecord,
     display: Display,
@@ -114,8 +124,9 @@ def evaluate(
         sync()
         display.phase("evaluation")
     metrics = {f"eval/{name}": value for name, value in summarize(groups).items()}
-    record.evaluation(step, metrics, groups)
-    display.evaluation(metrics)
+    with learner.ranks.together():
+        record.evaluation(step, metrics, groups)
+        display.evaluation(metrics)
 
 
 def timed(name: str, function: Any, *args: Any) -> dict[str, float]:

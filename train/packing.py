@@ -353,6 +353,8 @@ class PackedAttention:
         value: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
+        # Rotary embeddings are float32 under autocast, and a causal bias takes one dtype alone.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         options: dict[str, Any] = {
             "scale": scaling,
             "enable_gqa": query.shape[1] != key.shape[1],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ class Policy(nn.Module):
         Only the positions that predict a trained token reach the heads; the shift from a token to
         the position that predicts it is made here, and nowhere else.
         """
-        with self.model.disable_adapter() if without_adapter else nullcontext():
+        with adapters_off(self.model) if without_adapter else nullcontext():
             hidden = self.model.get_decoder()(
                 input_ids=micro_batch.input_ids[None],
                 position_ids=micro_batch.position_ids[None],
@@ -73,6 +74,23 @@ class Policy(nn.Module):
             # A product of elements, which no mixed precision rounds: values are regressed.
             values = (predictors.float() * self.value_head.weight.float()).sum(1)
         return PolicyOutput(logprobs, entropies, values)
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """The model that adapters were added to.
+
+    peft's own `disable_adapter` also turns gradients off and on again, on whichever tensors stand
+    for the parameters then; of a sharded model these are not the ones that are trained.
+    """
+    layers = [layer for layer in model.modules() if hasattr(layer, "_disable_adapters")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

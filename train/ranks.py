@@ -159,7 +159,10 @@ class Ranks:
                 time.sleep(2 * _POLL_S)  # the others hear of it before their connections break
             if first.startswith(f"rank {self.rank} "):
                 raise
-            raise RankFailed(first) from error
+            failed = RankFailed(first)
+            for note in getattr(error, "__notes__", ()):
+                failed.add_note(note)
+            raise failed from error
         finally:
             done.set()
             watcher.join()  # at the end of the process it must not be inside the store

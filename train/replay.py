@@ -4,8 +4,9 @@ python -m train.replay runs/calculator/trajectories/step-*.jsonl \\
     --config runs/calculator/config.yaml --output runs/replay
 
 From the weights that the recorded run began with, the metrics of the learner are that run's, bit by
-bit on the same machine; `model.name_or_path=runs/…/checkpoint-000012` starts from those of a
-checkpoint. Runs under `accelerate launch … -m train.replay …` too.
+bit on the same machine. `model.name_or_path=runs/…/checkpoint-000012` starts from those of a
+checkpoint. Held-out episodes, in `eval-*.jsonl`, are left out. Runs under `accelerate launch …
+-m train.replay …` too.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from agentrl.models import ModelError
 from agentrl.summary import summarize
 from agentrl.trajectory import TrajectoryFileError, TrajectoryGroup, read_groups
 from train.learner import Learner, TrainingError
-from train.ranks import RankFailed, Ranks
-from train.setup import make_accelerator, make_learner, use_all_cores
+from train.ranks import RankFailed
+from train.setup import launched, make_learner, use_all_cores
 
 _SHOWN = ("reward", "loss", "grad_norm", "kl", "entropy", "mismatch/abs_diff", "num_tokens")
 
@@ -39,6 +40,7 @@ _SHOWN = ("reward", "loss", "grad_norm", "kl", "entropy", "mismatch/abs_diff", "
 def main(arguments: list[str] | None = None) -> int:
     """0: done. 1: failed on the way. 2: bad input. 130: interrupted."""
     config_path, files, folder, overrides = parse(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.basicConfig(format="%(levelname)s %(message)s")
     transformers.utils.logging.disable_progress_bar()
     use_all_cores()
@@ -77,25 +79,19 @@ def parse(arguments: list[str] | None) -> tuple[Path, list[Path], Path, list[str
     options = parser.parse_intermixed_args(arguments)
     overrides = [text for text in options.inputs if re.match(r"[\w.-]+=", text)]
     files = [Path(text) for text in options.inputs if text not in overrides]
+    files = [file for file in files if not file.name.startswith("eval-")]  # held-out episodes
     if not files:
-        parser.error("no file of trajectories was given")
+        parser.error("no file of trajectories was given that a run trained on")
     return options.config, files, options.output, overrides
 
 
 def run(config: RunConfig, files: Sequence[Path], folder: Path) -> None:
-    accelerator = make_accelerator(config)
-    ranks = Ranks()
-    if not ranks.is_main:  # rank 0 is interrupted, and says so
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with ranks.watched():
-            log = ranks.lead(partial(begin, config, files, folder))
-            learner, _ = make_learner(config, accelerator, ranks)
-            replay(learner, files, log)
-            if ranks.is_main:
-                print(f"metrics: {log.path}")
-    finally:
-        accelerator.end_training()  # ends connections, which the others must not hear of first
+    with launched(config) as (accelerator, ranks):
+        log = ranks.lead(partial(begin, config, files, folder))
+        learner, _ = make_learner(config, accelerator, ranks)
+        replay(learner, files, log)
+        if ranks.is_main:
+            print(f"metrics: {log.path}")
 
 
 def begin(config: RunConfig, files: Sequence[Path], folder: Path) -> MetricLog:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import accelerate
 import psutil
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
 from agentrl.config import ConfigError, RunConfig
 from agentrl.models import locate_model
@@ -46,7 +49,12 @@ def make_accelerator(config: RunConfig) -> accelerate.Accelerator:
         ConfigError: the launcher asked for a kind of sharding that the learner does not do.
     """
     accelerator = accelerate.Accelerator(
-        mixed_precision=mixed_precision(config), log_with=list(config.report_to) or None
+        mixed_precision=mixed_precision(config),
+        log_with=list(config.report_to) or None,
+        # DDP's buckets are the gradients, not copies of them; buffers never change.
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+        ],
     )
     kind = accelerator.distributed_type
     if kind not in SOUND_KINDS or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
@@ -63,12 +71,30 @@ def make_accelerator(config: RunConfig) -> accelerate.Accelerator:
     return accelerator
 
 
+@contextmanager
+def launched(config: RunConfig) -> Iterator[tuple[accelerate.Accelerator, Ranks]]:
+    """The group of all processes that were launched together, as long as the block lasts.
+
+    Rank 0 is the one that is interrupted; it tells the others.
+    """
+    accelerator = make_accelerator(config)
+    ranks = Ranks()
+    if not ranks.is_main:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    try:
+        with ranks.watched():
+            yield accelerator, ranks
+    finally:
+        accelerator.end_training()  # ends connections, which the others must not hear of first
+
+
 def make_learner(
     config: RunConfig, accelerator: accelerate.Accelerator, ranks: Ranks
 ) -> tuple[Learner, Any]:
     """The learner and its tokenizer."""
     accelerate.utils.set_seed(config.seed)
-    ranks.lead(lambda: locate_model(config.model.name_or_path))  # fetched once
+    ranks.lead(lambda: locate_model(config.model.name_or_path))  # which may make it, once
     with ranks.together():
         model, tokenizer = load_model(config.model, config.lora, seed=config.seed)
     return Learner(model, config, accelerator, ranks), tokenizer

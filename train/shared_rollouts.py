@@ -37,6 +37,8 @@ class SharedRollouts:
 
         def read() -> Weights:
             nonlocal whole
+            # Rank 0 may still wait for turns or servers, longer than a gather of tensors may take.
+            self._ranks.gather(None)
             yield from weights
             whole = True
 
