@@ -116,7 +116,7 @@ def own_and_agreed_budget():
     ranks = test_distributed.begin("fsdp")
     rollout = {"max_context_tokens": 200, "prompts_per_step": 100}
     learner = test_distributed.make_learner(ranks, {"rollout": rollout})
-    limit = train.budget._status("VmRSS") + (300 - 200 * ranks.rank) * MIB
+    limit = train.budget._status("VmRSS") + (60 - 30 * ranks.rank) * MIB
     own = []
     train.budget._limit = lambda learner: limit
     train.budget.largest_fit = lambda *args: own.append(largest_fit(*args)) or own[0]
