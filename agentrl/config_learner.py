@@ -183,12 +183,9 @@ class LossConfig(Section):
                     f"importance_sampling_mode={self.importance_sampling_mode} needs "
                     "old_logprobs=skip or recompute: with rollout the ratio itself corrects"
                 )
-        clips = self.loss_type in ("ppo", "cispo")
         adaptive = self.beta_schedule == "adaptive"
         self.require_use(
             {
-                "epsilon": (clips, "loss_type=ppo or cispo"),
-                "epsilon_high": (clips, "loss_type=ppo or cispo"),
                 "delta": (self.loss_type == "ppo", "loss_type=ppo"),
                 "sapo_temperature_pos": (self.loss_type == "sapo", "loss_type=sapo"),
                 "sapo_temperature_neg": (self.loss_type == "sapo", "loss_type=sapo"),
