@@ -51,10 +51,8 @@ def make_accelerator(config: RunConfig) -> accelerate.Accelerator:
     accelerator = accelerate.Accelerator(
         mixed_precision=mixed_precision(config),
         log_with=list(config.report_to) or None,
-        # DDP's buckets are the gradients, not copies of them; buffers never change.
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
-        ],
+        # DDP's buckets are the gradients, not copies of them.
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     kind = accelerator.distributed_type
     if kind not in SOUND_KINDS or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
