@@ -23,7 +23,7 @@ from tests.test_learner import make_model, random_groups
 from train.learner import Learner, TrainingError
 from train.model import _with_adapters as add_adapters
 from train.ranks import Ranks
-from train.weights import clean_name
+from train.weights import clean_name, full_weights, merged_weights
 
 KINDS = ("ddp", "fsdp")
 ONE_ROW_A_SEQUENCE = 60  # tokens
@@ -61,6 +61,12 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters": {"lora": {"r": 4}, "loss": {"beta": 0.1}, "optim": {"learning_rate": 1e-2}},
     "entropy bonus": {"loss": {"entropy_coef": 0.1}},
 }
+
+
+def weights_of(learner):
+    """On every rank, also where rank 0 alone would hand them over."""
+    merges = learner.config.lora is not None
+    return merged_weights(learner.model) if merges else full_weights(learner.model)
 
 
 def batches_of(case: str) -> list[list[TrajectoryGroup]]:
@@ -141,7 +147,7 @@ def train_batches(learner: Learner, batches: list[Any]) -> Outcome:
         }
         for groups in batches
     ]
-    weights = {name: whole(tensor) for name, tensor in learner.weights()}
+    weights = {name: whole(tensor) for name, tensor in weights_of(learner)}
     return Outcome(gradients, weights, metrics)
 
 
@@ -202,7 +208,7 @@ def refuse(kind: str) -> dict[str, Any]:
     """What becomes of steps whose gradient is not finite on rank 1."""
     ranks = begin(kind)
     learner = make_learner(ranks, {"optim": {"max_bad_steps": 3}})
-    before = {name: whole(tensor) for name, tensor in learner.weights()}
+    before = {name: whole(tensor) for name, tensor in weights_of(learner)}
     loss, clip = train.learner.policy_loss, train.learner.clip_grad_norm
 
     def poisoned_loss(*args):
@@ -225,7 +231,7 @@ def refuse(kind: str) -> dict[str, Any]:
         raised = None
     except TrainingError as error:
         raised = (str(error), ranks.in_step(error))
-    after = {name: whole(tensor) for name, tensor in learner.weights()}
+    after = {name: whole(tensor) for name, tensor in weights_of(learner)}
     return {
         "bad steps": [metrics["train/bad_steps"] for metrics in skipped],
         "norm": [metrics.get("grad_norm") for metrics in skipped],
@@ -249,7 +255,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_weight_on_any(kind):
 def train_in_bf16(kind: str) -> tuple[Outcome, list[float], set[torch.dtype]]:
     learner = make_learner(begin(kind, mixed_precision="bf16"), {})
     outcome = train_batches(learner, batches_of("five steps"))
-    dtypes = {tensor.dtype for _, tensor in learner.weights()}
+    dtypes = {tensor.dtype for _, tensor in weights_of(learner)}
     return outcome, learner.logprobs(range(40)), dtypes
 
 
