@@ -124,6 +124,7 @@ def own_and_agreed_budget():
     return own[0], agreed
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_what_fits_them_all():
     (own, agreed), (smaller, agreed_too) = values(run_ranks(own_and_agreed_budget, 2))
     assert agreed == agreed_too == smaller < own

@@ -250,7 +250,8 @@ def output_of(process: subprocess.Popen[str], ranks: list[psutil.Process]) -> st
     return output
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_accelerate_launches_a_run_of_two_ranks(kind, model, alone, tmp_path):
     path = write_config(tmp_path, model, **IN_TURN)
     with launched(kind, path) as process:
