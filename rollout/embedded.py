@@ -55,7 +55,7 @@ def exit_code(work: Callable[[], None]) -> int:
     except (ConfigError, EnvNotFound, RendererError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (RolloutError, EngineDied) as error:
+    except (RolloutError, EngineDied, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -420,3 +420,31 @@ def test_a_full_disk_of_any_rank_is_the_error_of_all(tmp_path):
             assert in_step and old_stays
             assert names == ["checkpoint-000001", "latest"]
     assert load_checkpoint(latest_checkpoint(tmp_path), make_learner()).step == 2
+
+
+def test_a_checkpoint_without_its_moments_is_refused(tmp_path):
+    learner = make_learner()
+    learner.update(groups(0))
+    path = save(tmp_path, learner, 1)
+    for file in (path / "optimizer").iterdir():
+        file.unlink()
+    with pytest.raises(CheckpointError, match="folder of moments is empty"):
+        load_checkpoint(path, make_learner())
+
+
+def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path):
+    """F068."""
+    learner = make_learner()
+    save(tmp_path, learner, 1)
+    with torch.no_grad():
+        learner.model.get_input_embeddings().weight[0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match="not finite"):
+        save(tmp_path, learner, 2)
+    assert latest_checkpoint(tmp_path).name == "checkpoint-000001"
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"run_id": "a"}', "no json"])
+def test_a_folder_whose_marker_is_broken_is_no_checkpoint(tmp_path, text):
+    path = save(tmp_path, make_learner(), 1)
+    (path / "complete.json").write_text(text)
+    assert latest_checkpoint(tmp_path) is None

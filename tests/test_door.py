@@ -373,6 +373,20 @@ def test_sglang_that_is_not_installed_is_refused_before_anything_is_loaded(tmp_p
     assert not (tmp_path / "run").exists()
 
 
+def test_processes_whose_gradients_would_never_meet_are_refused(
+    tmp_path, model, capsys, monkeypatch
+):
+    """Without a GPU and without being told of the CPU, Accelerate takes each for one alone."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "ACCELERATE_USE_CPU=true" in refused(capsys, write_config(tmp_path, model))
+
+
+def test_an_adapter_is_no_model_to_begin_with(tmp_path, model, capsys):
+    folder = shutil.copytree(model, tmp_path / "adapter")
+    (folder / "adapter_config.json").write_text("{}")
+    assert "python -m train.export" in refused(capsys, write_config(tmp_path, folder))
+
+
 # The plan.
 
 

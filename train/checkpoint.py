@@ -147,6 +147,8 @@ def load_checkpoint(path: str | Path, learner: Learner) -> Checkpoint:
         with ranks.together():
             state = _read_state(path)
             _require_parameters(state["parameters"], learner)
+            if state["learner"]["optimizer_steps"] and not any((path / _OPTIMIZER).iterdir()):
+                raise ValueError("its folder of moments is empty")
             if learner.config.lora:
                 read_weights(path, own_adapter(learner.model), ADAPTER)
             else:
@@ -201,8 +203,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _marker(path: Path) -> str | None:
     """The id of the run that wrote a complete checkpoint; None: there is none."""
     try:
-        return _read(path)["run_id"]
-    except (OSError, ValueError, KeyError):
+        marker = _read(path)
+        return marker["run_id"] if "time" in marker else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ExportError, CheckpointError, ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (PushError, OSError) as error:
+    except (PushError, OSError, SafetensorError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -75,6 +75,8 @@ def _write_files(folder: Path, stream: Iterable[tuple[str, torch.Tensor]], stem:
         if stem == MODEL and held and size + tensor.nbytes > FILE_BYTES:
             flush()
             size = 0
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} holds values that are not finite")
         held[name] = tensor.detach().cpu().contiguous()
         size += tensor.nbytes
     flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ def load_model(
 
     name = config.name_or_path
     path = locate_model(name)
+    if (Path(path) / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model.name_or_path={name} is an adapter, no model: python -m train.export {name} "
+            "FOLDER merges it with its base into a folder that can be trained"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +60,11 @@ def make_accelerator(config: RunConfig) -> accelerate.Accelerator:
         raise ConfigError(
             f"accelerate was launched for {kind.value}: the learner trains in one process, with "
             "DDP, or with FSDP2 (fsdp_version: 2, see configs/accelerate/)"
+        )
+    if kind == DistributedType.NO and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "several processes were launched, but Accelerate takes each for one alone, so their "
+            "gradients would never meet: without GPUs, set ACCELERATE_USE_CPU=true"
         )
     plugin: Any = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin and plugin.cpu_ram_efficient_loading:
