@@ -53,7 +53,6 @@ from parts import (
     make_engine,
     make_probe,
     make_servers,
-    num_local_ranks,
     num_shards,
     probe_tokens,
 )
@@ -71,7 +70,7 @@ from rollout.launch import (
 )
 from rollout.server import Fleet
 from rollout.setups import make_renderers, preflight
-from train.ranks import Ranks
+from train.ranks import Ranks, num_local_ranks
 from train.setup import make_accelerator, make_learner
 from train.weight_sync.transports import choose_transport
 

@@ -27,6 +27,7 @@ from rollout.setups import eval_draws, load_rubrics, make_setups, open_envs, tra
 from train.display import EpisodeCount
 from train.learner import Learner
 from train.model import adapter_config, load_model
+from train.ranks import num_local_ranks
 from train.weight_sync.adapters import AdapterTransport, require_loadable
 from train.weight_sync.transports import make_transport
 
@@ -59,11 +60,6 @@ def choose_engine(config: RunConfig, num_gpus: int | None = None) -> EngineKind:
     if config.sent_adapter:
         require_loadable(config.sent_adapter)
     return kind
-
-
-def num_local_ranks() -> int:
-    """Processes of the learner on this machine; on a GPU each."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def num_shards() -> int:

@@ -40,7 +40,6 @@ from parts import (
     choose_engine,
     make_probe,
     make_rollouts,
-    num_local_ranks,
     probe_tokens,
     unfit,
 )
@@ -51,9 +50,9 @@ from train.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
 from train.display import Display, EpisodeCount
 from train.learner import TrainingError
 from train.loop import train
-from train.ranks import RankFailed, Ranks
+from train.ranks import RankFailed, Ranks, num_local_ranks
 from train.record import RunRecord
-from train.setup import launched, make_learner, use_all_cores
+from train.setup import complain, launched, make_learner, use_all_cores
 from train.shared_rollouts import SharedRollouts
 
 BAD_INPUT = (ConfigError, EnvNotFound, RendererError, ModelError)
@@ -90,12 +89,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         complain("interrupted", error)
         return 130
-
-
-def complain(text: str, error: BaseException) -> None:
-    """Once: where all ranks fail alike, rank 0 says so for all of them."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -140,6 +140,11 @@ class Trajectory:
         """Of the weights that sampled a token of this episode; -1 if none was sampled."""
         return min((version for version in self.versions if version >= 0), default=-1)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit on length or turns ended it."""
+        return self.stop_reason is not None and self.stop_reason.is_cut
+
     def segments(self) -> list[slice]:
         """The parts that are one sequence each for the learner, up to their last sampled token."""
         bounds = [*self.segment_starts, len(self)]

@@ -77,3 +77,14 @@ def sandbox(sandbox_config: SandboxConfig, sandbox_loop: LoopThread) -> Iterator
     leased = Leased(sandbox_loop, sandbox_config)
     yield leased
     leased.release()
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps its state in the process: none from before, and none is left."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()

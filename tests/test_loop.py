@@ -8,7 +8,6 @@ import signal
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 
 from agentrl.config_file import load_config
 from agentrl.metrics import load_metrics
@@ -28,20 +27,15 @@ from train.model import load_model
 from train.record import RunRecord
 from train.shared_rollouts import SharedRollouts
 
-pytestmark = pytest.mark.filterwarnings("ignore:learner and engine differ")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:learner and engine differ"),
+    pytest.mark.usefixtures("fresh_accelerate"),
+]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
 
 
 class Parts:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 
 import train.replay
 from agentrl.metrics import load_metrics
@@ -18,7 +18,10 @@ from agentrl.trajectory import read_groups
 from rollout import collect
 from tests.runs import ROOT, save_model, write_config
 
-pytestmark = pytest.mark.filterwarnings("ignore:learner and engine differ")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:learner and engine differ"),
+    pytest.mark.usefixtures("fresh_accelerate"),
+]
 
 spec = importlib.util.spec_from_file_location("door", ROOT / "train.py")
 door = importlib.util.module_from_spec(spec)
@@ -35,14 +38,6 @@ def few_threads():
             patch.setattr(module, "use_all_cores", lambda: None)
         patch.setattr("rollout.engines.local_load.use_all_cores", lambda: None)
         yield
-
-
-@pytest.fixture(autouse=True)
-def state_of_its_own():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
 
 
 @pytest.fixture(scope="module")

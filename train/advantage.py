@@ -236,8 +236,7 @@ def _length_penalty(
 
 def _reward(trajectory: Trajectory, config: RunConfig) -> float:
     """A masked episode is no baseline for its siblings either."""
-    stop = trajectory.stop_reason
-    masked = config.loss.mask_truncated_completions and stop is not None and stop.is_cut
+    masked = config.loss.mask_truncated_completions and trajectory.is_cut
     assert trajectory.reward is not None
     return math.nan if masked else float(trajectory.reward)
 

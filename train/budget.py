@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from torch.distributed.tensor import DTensor
 
 from agentrl.config import ConfigError
 from train.packing import MicroBatch, Node
+from train.ranks import cores_of_a_rank, num_local_ranks
+from train.weights import own_part
 
 if TYPE_CHECKING:
     from train.learner import Learner
@@ -95,7 +95,7 @@ def _limit(learner: Learner) -> int:
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
     else:
         used = _status("VmRSS")
-        free = _free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        free = _free_memory() // num_local_ranks()
     return used + int(_SHARE[device.type] * (free - _moments_to_come(learner)))
 
 
@@ -104,11 +104,11 @@ def _moments_to_come(learner: Learner) -> int:
     device = learner.accelerator.device.type
     moments = 0
     for parameter in learner.policy.parameters():
-        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        own = own_part(parameter)
         if parameter.requires_grad and own.device.type == device:
             moments += 2 * own.nbytes
     here = sum(
-        value.to_local().nbytes if isinstance(value, DTensor) else value.nbytes
+        own_part(value).nbytes
         for state in learner.optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.device.type == device
@@ -163,7 +163,7 @@ def _pass(learner: Learner, num_tokens: int) -> None:
     """Forward and backward, as an update does, to gradients that nobody uses."""
     config = learner.config
     row = _full_row(num_tokens, config.rollout.max_context_tokens)
-    with learner._cores_of_this_rank():
+    with cores_of_a_rank():
         output = learner.policy(
             row.to(learner.accelerator.device),
             config.rollout.temperature,

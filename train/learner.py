@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import resource
 import time
 import uuid
@@ -25,11 +24,11 @@ from train.budget import find_budget
 from train.flops import matmul_peak, row_flops
 from train.loss import LossInputs, policy_loss
 from train.offload import move_optimizer_state
-from train.optimizer import Schedule, clip_grad_norm, make_optimizer, sample
+from train.optimizer import Schedule, clip_grad_norm, make_optimizer, resume_schedule, sample
 from train.packing import Batch, MicroBatch, single_sequence
-from train.policy import Policy, PolicyOutput, layer_classes
+from train.policy import Policy, PolicyOutput
 from train.preparation import Minibatch, Preparation, Row
-from train.ranks import Ranks
+from train.ranks import Ranks, cores_of_a_rank
 from train.totals import Totals
 from train.weights import adapter_weights, full_weights, merged_weights
 
@@ -82,7 +81,6 @@ class Learner:
             reference = copy.deepcopy(model).requires_grad_(False)
             self._reference = self._prepare_frozen(Policy(reference))
         policy = Policy(model, value_head=config.advantage.estimator == "gae")
-        policy._no_split_modules = layer_classes(model)  # type: ignore[assignment]
         optimizer = make_optimizer(list(policy.parameters()), config.optim)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         self.policy.train()
@@ -106,7 +104,6 @@ class Learner:
         self._peak: float | None = None  # operations per second, of all ranks
 
     def _prepare_frozen(self, policy: Policy) -> Any:
-        policy._no_split_modules = layer_classes(policy.model)  # type: ignore[assignment]
         if self.accelerator.is_fsdp2:
             return fsdp2_prepare_model(self.accelerator, policy)
         return self.accelerator.prepare_model(policy, evaluation_mode=True)
@@ -144,7 +141,7 @@ class Learner:
         if self.accelerator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         totals = Totals()
-        with self._cores_of_this_rank():
+        with cores_of_a_rank():
             minibatches = self._preparation.prepare(
                 groups, self._micro_batch_tokens, self.beta.value
             )
@@ -158,17 +155,6 @@ class Learner:
         metrics = self._metrics(totals, minibatches, end - start, end - prepared)
         self.beta.step(metrics.get("kl"))
         return metrics | {"time/logprob": prepared - start, "time/update": end - prepared}
-
-    @contextmanager
-    def _cores_of_this_rank(self) -> Iterator[None]:
-        """On a CPU, ranks that work at the same time share its cores."""
-        before = torch.get_num_threads()
-        num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, before // num_here))
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
     @contextmanager
     def _optimizer_at_work(self) -> Iterator[None]:
@@ -208,7 +194,7 @@ class Learner:
             "bad_steps": self._bad_steps,
             "beta": self.beta.state_dict(),
             "found_budget": self._found_budget,
-            "optimizer_steps": self.scheduler.last_epoch,
+            "optimizer_steps": self.num_optimizer_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -223,15 +209,7 @@ class Learner:
             self._micro_batch_tokens, self._found_budget = found[0], found
         if self._lends_memory:
             move_optimizer_state(self.optimizer, "cpu")
-        num_steps = state["optimizer_steps"]
-        rates = [
-            base * factor(num_steps)
-            for base, factor in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
-        ]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.scheduler.last_epoch = num_steps
-        self.scheduler._last_lr = rates
+        resume_schedule(self.scheduler, state["optimizer_steps"])
 
     def _budget_conditions(self) -> list[Any]:
         """What a budget that was found depends on."""
@@ -403,7 +381,7 @@ class Learner:
         if self._peak is None:
             device = self.accelerator.device
             bf16 = self.accelerator.mixed_precision == "bf16"
-            with self._cores_of_this_rank():
+            with cores_of_a_rank():
                 own = matmul_peak(device, torch.bfloat16 if bf16 else torch.float32)
             peaks = self.ranks.sum(torch.tensor(own, dtype=torch.float64, device=device))
             self._peak = float(peaks)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from agentrl.config import OptimConfig
+from train.weights import own_part
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -46,6 +47,18 @@ class Schedule:
         return 1 - done if self._kind == "linear" else (1 + math.cos(math.pi * done)) / 2
 
 
+def resume_schedule(scheduler: torch.optim.lr_scheduler.LambdaLR, num_steps: int) -> None:
+    """Go on after so many optimizer steps, with the rates of this run's config."""
+    rates = [
+        base * factor(num_steps)
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler.last_epoch = num_steps
+    scheduler._last_lr = rates
+
+
 def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
     """Scale the gradients down to a norm of at most `max_norm`; returns the norm before.
 
@@ -64,7 +77,6 @@ def sample(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """A few hundred entries of what this rank holds of each parameter."""
     parts = []
     for parameter in parameters:
-        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        own = own.detach().flatten()
+        own = own_part(parameter).detach().flatten()
         parts.append(own[:: max(1, own.numel() // 256)])
     return torch.cat(parts)

@@ -125,7 +125,8 @@ def pack(
     trajectories that a limit cut are counted but not computed.
 
     Args:
-        advantages: [n], of all sampled tokens of the trajectories that count, in their order.
+        advantages: [n or more], of all sampled tokens of the trajectories that count, in their
+            order; those behind are of later groups.
         first_index: what `sampled_index` of the first of them is.
 
     Returns: [num_ranks].
@@ -144,9 +145,8 @@ def pack(
             start = num_loss_tokens
             num_loss_tokens += trajectory.num_sampled_tokens
             own = advantages[start:num_loss_tokens]
-            stop = trajectory.stop_reason
-            cut = mask_truncated_completions and stop is not None and stop.is_cut
-            if not cut and (keep_zero_advantages or own.any()):
+            masked = mask_truncated_completions and trajectory.is_cut
+            if not masked and (keep_zero_advantages or own.any()):
                 index = first_index + start
                 sequences += _sequences(
                     trajectory, own, index, turn_id, len(sequences), group_tokens

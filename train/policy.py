@@ -35,6 +35,7 @@ class Policy(nn.Module):
     def __init__(self, model: Any, *, value_head: bool = False) -> None:
         super().__init__()
         self.model = model
+        self._no_split_modules = layer_classes(model)  # where Accelerate looks for them
         self.value_head: nn.Linear | None = None
         if value_head:
             self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)

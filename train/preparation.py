@@ -14,7 +14,7 @@ from agentrl.config import RunConfig
 from agentrl.trajectory import TrajectoryGroup
 from train.advantage import AdvantageInputs, Advantages, advantage_inputs, estimate
 from train.loss import kl_divergence
-from train.packing import Batch, MicroBatch, counts, pack
+from train.packing import Batch, MicroBatch, pack
 from train.policy import PolicyOutput
 from train.ranks import Ranks
 
@@ -90,22 +90,18 @@ class Preparation:
         start = 0
         bounds = np.linspace(0, len(groups), config.optim.num_minibatches + 1).astype(int)
         for first, last in pairwise(bounds):
-            members = groups[first:last]
-            trajectories = [t for group in members for t in group.trajectories if counts(t)]
-            stop = start + sum(trajectory.num_sampled_tokens for trajectory in trajectories)
-            minibatches.append(
-                pack(
-                    members,
-                    advantages[start:stop],
-                    micro_batch_tokens=micro_batch_tokens,
-                    num_ranks=self.ranks.size,
-                    first_index=start,
-                    keep_zero_advantages=loss.beta > 0 or loss.entropy_coef > 0,
-                    mask_truncated_completions=loss.mask_truncated_completions,
-                    share_prefixes=config.optim.share_prefixes,
-                )
+            batches = pack(
+                groups[first:last],
+                advantages[start:],
+                micro_batch_tokens=micro_batch_tokens,
+                num_ranks=self.ranks.size,
+                first_index=start,
+                keep_zero_advantages=loss.beta > 0 or loss.entropy_coef > 0,
+                mask_truncated_completions=loss.mask_truncated_completions,
+                share_prefixes=config.optim.share_prefixes,
             )
-            start = stop
+            minibatches.append(batches)
+            start += batches[0].num_loss_tokens
         return [list(parts) for parts in zip(*minibatches, strict=True)]
 
     @torch.no_grad()
@@ -113,25 +109,21 @@ class Preparation:
         """What the weights say of a row before the first update on it."""
         loss = self.config.loss
         micro_batch = micro_batch.to(self.device)
-        before = reference = None
-        if loss.old_logprobs == "recompute" or self.sees_tokens:
-            before = self.policy(micro_batch)
+        recompute = loss.old_logprobs == "recompute"
+        logprobs = values = reference = kl = None
+        if recompute or self.sees_tokens:
+            logprobs, _, values = self.policy(micro_batch)
         if loss.beta > 0:
-            reference = self.reference(micro_batch)
-        row = Row(micro_batch=micro_batch)
-        if before is not None:
-            recompute = loss.old_logprobs == "recompute"
-            row = replace(
-                row,
-                old_logprobs=before.logprobs if recompute else None,
-                old_values=before.values,
-            )
-        if reference is not None:
-            row = replace(row, ref_logprobs=reference.logprobs)
-            if before is not None and loss.kl_in_reward:
-                kl = kl_divergence(before.logprobs, reference.logprobs, loss.kl_estimator)
-                row = replace(row, kl=kl)
-        return row
+            reference = self.reference(micro_batch).logprobs
+        if logprobs is not None and reference is not None and loss.kl_in_reward:
+            kl = kl_divergence(logprobs, reference, loss.kl_estimator)
+        return Row(
+            micro_batch=micro_batch,
+            old_logprobs=logprobs if recompute else None,
+            ref_logprobs=reference,
+            kl=kl,
+            old_values=values,
+        )
 
     def _with_advantages(
         self, minibatches: list[Minibatch], inputs: AdvantageInputs | None, beta: float

@@ -31,6 +31,22 @@ _SILENT = "another rank ended without a word, as one does that the system kills"
 _MAIN_SILENT = "rank 0 ended without a word"
 
 
+def num_local_ranks() -> int:
+    """Ranks on this machine; on a GPU each."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+@contextmanager
+def cores_of_a_rank() -> Iterator[None]:
+    """On a CPU, ranks that work at the same time share its cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, before // num_local_ranks()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class RankFailed(RuntimeError):
     """Another rank failed, and this one with it; the message names the rank and its error."""
 

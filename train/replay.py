@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import re
 import signal
 import sys
@@ -32,7 +31,7 @@ from agentrl.summary import summarize
 from agentrl.trajectory import TrajectoryFileError, TrajectoryGroup, read_groups
 from train.learner import Learner, TrainingError
 from train.ranks import RankFailed
-from train.setup import launched, make_learner, use_all_cores
+from train.setup import complain, launched, make_learner, use_all_cores
 
 _SHOWN = ("reward", "loss", "grad_norm", "kl", "entropy", "mismatch/abs_diff", "num_tokens")
 
@@ -48,20 +47,14 @@ def main(arguments: list[str] | None = None) -> int:
         run(load_config(config_path, overrides), files, folder)
         return 0
     except (ConfigError, ModelError, TrajectoryFileError) as error:
-        complain(f"error: {error}")
+        complain(f"error: {error}", error)
         return 2
     except (TrainingError, MetricsError, RankFailed, OSError) as error:
-        complain(f"error: {error}")
+        complain(f"error: {error}", error)
         return 1
-    except KeyboardInterrupt:
-        complain("interrupted")
+    except KeyboardInterrupt as error:
+        complain("interrupted", error)
         return 130
-
-
-def complain(text: str) -> None:
-    """Once, by rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr)
 
 
 def parse(arguments: list[str] | None) -> tuple[Path, list[Path], Path, list[str]]:

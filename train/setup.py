@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -73,6 +74,12 @@ def make_accelerator(config: RunConfig) -> accelerate.Accelerator:
             "tied embeddings; set it to false, as in configs/accelerate/"
         )
     return accelerator
+
+
+def complain(text: str, error: BaseException) -> None:
+    """Once: where all ranks fail alike, rank 0 says so for all of them."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
 
 
 @contextmanager

@@ -125,6 +125,11 @@ def require_names(weights: Weights, expected: Mapping[str, list[int]]) -> Iterat
         raise SyncError(f"{len(missing)} tensors did not come: {sorted(missing)[:5]}")
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: its shard, or all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         # Shards that are offloaded to the CPU are gathered where the ranks can meet.
